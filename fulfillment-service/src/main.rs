@@ -1,0 +1,18 @@
+//! `fulfillment-service serve | setup | healthcheck`; `--help` documents every setting.
+
+use std::process::ExitCode;
+
+use fulfillment_service::config::Config;
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let config: Config = shared::config::parse();
+    if let Err(error) = shared::telemetry::init(config.common.log_format) {
+        eprintln!("error: {error:#}");
+        return ExitCode::from(2);
+    }
+    fulfillment_service::run(config).await.unwrap_or_else(|error| {
+        tracing::error!("{error:#}");
+        ExitCode::FAILURE
+    })
+}

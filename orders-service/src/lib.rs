@@ -1,0 +1,79 @@
+//! orders-service: an order is placed, its payment is confirmed, and the event that says so is
+//! written in the same transaction. The relay that publishes it runs in this process.
+//!
+//! Follow a payment: [`http`] → [`payments`] (the transaction) → `shared::outbox` →
+//! `shared::relay`.
+
+pub mod config;
+pub mod error;
+pub mod http;
+pub mod orders;
+pub mod payments;
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use shared::{
+    config::Run,
+    database, http as shared_http,
+    lifecycle::{Health, Lifecycle},
+    nats,
+    relay::Relay,
+    setup, telemetry, topology,
+};
+use sqlx::migrate::Migrator;
+use tokio::net::TcpListener;
+
+use crate::config::Config;
+
+/// The schema of this service's database.
+pub static MIGRATOR: Migrator = sqlx::migrate!("../migrations/orders");
+
+/// Runs the chosen subcommand.
+pub async fn run(config: Config) -> anyhow::Result<ExitCode> {
+    match config.run.unwrap_or(Run::Serve) {
+        Run::Serve => serve(config).await,
+        Run::Setup => {
+            setup::run(config.common, &MIGRATOR, "orders-service").await?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Run::Healthcheck => {
+            shared_http::healthcheck(shared::config::local(config.http_addr)).await?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+async fn serve(config: Config) -> anyhow::Result<ExitCode> {
+    let lifecycle = Lifecycle::new();
+    let name = format!("orders-service-{}", *telemetry::INSTANCE);
+    let pool = database::pool(config.common.database_url, config.common.database_max_connections, &name);
+    let nats = nats::connect(&config.common.nats_url, &name).await?;
+    let listener = TcpListener::bind(config.http_addr)
+        .await
+        .with_context(|| format!("cannot listen on {}; check HTTP_ADDR", config.http_addr))?;
+
+    let relay_health = Health::default();
+    let relay = Relay::new(
+        pool.clone(),
+        nats.clone(),
+        topology::ORDERS,
+        config.relay_batch as usize,
+        config.relay_poll_interval,
+        relay_health.clone(),
+    );
+    let app = http::router(http::App {
+        pool: pool.clone(),
+        nats: nats.clone(),
+        relay_waker: relay.waker(),
+        relay_health,
+        lifecycle: lifecycle.clone(),
+    });
+    lifecycle.worker("the relay", relay.run(lifecycle.stop()));
+    lifecycle.worker("HTTP", shared_http::serve(listener, app, lifecycle.clone()));
+
+    let code = lifecycle.run(config.common.shutdown_grace).await;
+    nats.close().await;
+    pool.close().await;
+    Ok(code)
+}

@@ -1,0 +1,144 @@
+//! What both services are configured with: environment variables, each of them a flag too.
+//!
+//! A missing or malformed value stops the start with one line that names the variable, what is
+//! wrong and an example. The line does not repeat the value: it may hold a password.
+
+use std::{error::Error as _, net::SocketAddr, time::Duration};
+
+use clap::{
+    Args, Command, Parser,
+    error::{ContextKind, ContextValue, ErrorKind},
+};
+
+use crate::{database::DatabaseUrl, nats::ServerAddresses, telemetry::LogFormat};
+
+/// Settings of either service.
+#[derive(Debug, Clone, Args)]
+pub struct Common {
+    /// This service's own database, for example postgres://user:password@127.0.0.1:5432/orders
+    #[arg(long, env, hide_env_values = true)]
+    pub database_url: DatabaseUrl,
+
+    /// One or several NATS servers, comma-separated, for example nats://127.0.0.1:4222
+    #[arg(long, env, hide_env_values = true, default_value = "nats://127.0.0.1:4222")]
+    pub nats_url: ServerAddresses,
+
+    /// Stream replicas that `setup` asks for, 1 or 3, for example 1
+    #[arg(long, env, default_value = "1", value_parser = replicas)]
+    pub nats_replicas: usize,
+
+    /// The most connections to the database, for example 16
+    #[arg(long, env, default_value = "16", value_parser = clap::value_parser!(u32).range(2..))]
+    pub database_max_connections: u32,
+
+    /// How long the drain after a signal may take, for example 20s
+    #[arg(long, env, default_value = "20s", value_parser = humantime::parse_duration)]
+    pub shutdown_grace: Duration,
+
+    /// How log lines look, text or json, for example text
+    #[arg(long, env, default_value = "text")]
+    pub log_format: LogFormat,
+}
+
+/// The subcommands both services have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Subcommand)]
+pub enum Run {
+    /// HTTP and workers until SIGINT or SIGTERM; a second signal aborts (the default)
+    Serve,
+    /// Migrate this service's database and upsert the JetStream topology of the pair; idempotent
+    Setup,
+    /// Ask this service's own /readyz; exit code 0 when it is ready
+    Healthcheck,
+}
+
+/// Reads flags and environment, or ends the process with one line (exit code 2).
+pub fn parse<T: Parser>() -> T {
+    T::try_parse().unwrap_or_else(|error| match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => error.exit(),
+        _ => {
+            eprintln!("{}", explain(&error, &T::command()));
+            std::process::exit(2)
+        }
+    })
+}
+
+fn replicas(text: &str) -> Result<usize, &'static str> {
+    match text {
+        "1" => Ok(1),
+        "3" => Ok(3),
+        "2" => Err("two replicas lose their quorum with either of them"),
+        _ => Err("not 1 or 3"),
+    }
+}
+
+/// Where a health check of this machine finds a service that listens on `address`.
+pub fn local(mut address: SocketAddr) -> SocketAddr {
+    if address.ip().is_unspecified() {
+        address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
+    }
+    address
+}
+
+fn explain(error: &clap::Error, command: &Command) -> String {
+    let flag = match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(flag)) => flag.as_str(),
+        Some(ContextValue::Strings(flags)) => flags.first().map_or("", String::as_str),
+        _ => "",
+    };
+    let long = flag.trim_start_matches("--").split([' ', '=']).next();
+    let Some(arg) = command.get_arguments().find(|arg| arg.get_long() == long && long.is_some()) else {
+        // An unknown flag or subcommand: nothing secret, and clap says it well.
+        return error.to_string().lines().next().unwrap_or_default().to_owned();
+    };
+    let problem = match (error.kind(), error.source()) {
+        (ErrorKind::MissingRequiredArgument, _) => "is not set".to_owned(),
+        (_, Some(problem)) => problem.to_string(),
+        (_, None) => "is none of the possible values".to_owned(),
+    };
+    let name = arg.get_env().unwrap_or_default().to_string_lossy();
+    let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+    format!("error: {name}: {problem} ({help})")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Config {
+        #[command(flatten)]
+        common: Common,
+    }
+
+    fn complaint(arguments: &[&str]) -> String {
+        let arguments = [&["test"], arguments].concat();
+        let error = Config::try_parse_from(arguments).expect_err("these are wrong");
+        explain(&error, &<Config as clap::CommandFactory>::command())
+    }
+
+    const DATABASE: &str = "--database-url=postgres://u:p@127.0.0.1/orders";
+
+    #[test]
+    fn a_bad_value_names_the_variable_the_problem_and_an_example_in_one_line() {
+        for (arguments, variable, problem, example) in [
+            (&["--database-url=secret"][..], "DATABASE_URL", "not a PostgreSQL URL", "postgres://"),
+            (&[DATABASE, "--nats-url=nats://u:secret@:x"], "NATS_URL", "cannot be read", "nats://"),
+            (&[DATABASE, "--nats-replicas=2"], "NATS_REPLICAS", "quorum", "1"),
+            (&[DATABASE, "--database-max-connections=many"], "DATABASE_MAX_CONNECTIONS", "invalid digit", "16"),
+            (&[DATABASE, "--shutdown-grace=soon"], "SHUTDOWN_GRACE", "expected number", "20s"),
+            (&[DATABASE, "--log-format=loud"], "LOG_FORMAT", "possible values", "text"),
+        ] {
+            let line = complaint(arguments);
+            assert!(line.starts_with(&format!("error: {variable}: ")), "{line}");
+            assert!(line.contains(problem) && line.contains(&format!("for example {example}")), "{line}");
+            assert!(!line.contains('\n') && !line.contains("secret"), "{line}");
+        }
+    }
+
+    #[test]
+    fn secrets_stay_out_of_debug_output() {
+        let given = ["test", "--database-url=postgres://u:secret@h/d", "--nats-url=nats://u:secret@h:4222"];
+        let config = Config::try_parse_from(given).unwrap();
+        assert!(!format!("{:?}", config.common).contains("secret"));
+    }
+}

@@ -1,0 +1,340 @@
+//! From the stream to a handler: pull a batch, decode it, have it handled, settle every message.
+//!
+//! Guarantees: a message is acked only after its effect is committed; one that cannot be handled is
+//! kept in the dead letters before it is terminated; one bad message never drags others down; an
+//! outage of the database costs no message a delivery. Assumes a handler whose effect is applied
+//! once however often it is asked (inbox, business key), because redelivery is normal: after a
+//! crash, a lost ack, a slow batch.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use async_nats::jetstream::{AckKind, Message, consumer::PullConsumer};
+use futures_util::{StreamExt as _, future::join_all};
+use serde::de::DeserializeOwned;
+use sqlx::PgPool;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, error, info, warn};
+
+use crate::{
+    backoff,
+    dead_letters::{self, Origin, Reason, Stored},
+    events::{self, DecodeError, Received},
+    lifecycle::Health,
+    nats::Nats,
+    telemetry::TRACEPARENT,
+    topology,
+};
+
+/// A business step. It owns its transaction: returning means committed, or nothing done.
+pub trait Handler: Send + Sync + 'static {
+    /// The one event type it understands.
+    const EVENT_TYPE: &'static str;
+
+    /// The data of that type.
+    type Data: DeserializeOwned + Send + Sync;
+
+    /// Applies a batch, all or nothing, and returns a verdict for each delivery, in order.
+    ///
+    /// # Errors
+    /// Nothing was applied. The consumer finds out whether the database is away (and waits), or
+    /// one delivery is at fault (and asks again for each alone).
+    fn handle(
+        &self,
+        batch: &[Delivery<Self::Data>],
+    ) -> impl Future<Output = anyhow::Result<Vec<Verdict>>> + Send;
+}
+
+/// An event, and the message it came in.
+#[derive(Debug)]
+pub struct Delivery<D> {
+    /// What it says.
+    pub event: Received<D>,
+    /// Where it came from.
+    pub origin: Origin,
+}
+
+impl<D> Delivery<D> {
+    /// The trace of the request that caused the event.
+    pub fn traceparent(&self) -> &str {
+        self.origin.message.headers.as_ref().and_then(|h| h.get(TRACEPARENT)).map_or("", |v| v.as_str())
+    }
+}
+
+/// What becomes of a delivery.
+#[derive(Debug)]
+pub enum Verdict {
+    /// Applied now: ack.
+    Done,
+    /// Applied before: ack.
+    Duplicate(Duplicate),
+    /// Not applied, may work later: delayed nak.
+    Retry(anyhow::Error),
+    /// Never to be applied, and kept in the dead letters: terminate.
+    Reject(Stored),
+}
+
+/// Which guard recognised a duplicate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Duplicate {
+    /// The inbox: this event was applied.
+    Event,
+    /// The business key: this payment was applied, under another event id.
+    Transaction,
+}
+
+const RETRY_BASE: Duration = Duration::from_millis(500);
+const RETRY_CAP: Duration = Duration::from_secs(30);
+const REBIND_BASE: Duration = Duration::from_millis(100);
+const REBIND_CAP: Duration = Duration::from_secs(5);
+/// How long the server keeps an unanswered pull open, and how often it says it is still there.
+const PULL_EXPIRES: Duration = Duration::from_secs(30);
+const HEARTBEAT: Duration = Duration::from_secs(5);
+const PING_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A durable consumer and its handler.
+pub struct Consumer<H> {
+    /// Where the dead letters go, and whose absence stops the pulling.
+    pub pool: PgPool,
+    /// The connection.
+    pub nats: Nats,
+    /// The stream of the durable.
+    pub stream: &'static str,
+    /// The durable's name; also the consumer's name in inbox and dead letters.
+    pub durable: &'static str,
+    /// The most messages of one transaction.
+    pub batch: usize,
+    /// A message delivered more often than this goes to the dead letters unhandled.
+    pub max_deliveries: i64,
+    /// The business step.
+    pub handler: H,
+    /// How readiness learns that messages are being consumed.
+    pub health: Health,
+}
+
+impl<H: Handler> Consumer<H> {
+    /// Consumes until told to stop; then finishes and settles the batch in hand.
+    ///
+    /// # Errors
+    /// Never of its own accord: whatever fails is tried again, and readiness says so.
+    pub async fn run(self, stop: CancellationToken) -> anyhow::Result<()> {
+        let mut failures = 0;
+        while !stop.is_cancelled() {
+            let Err(error) = self.consume(&stop, &mut failures).await else { break };
+            failures += 1;
+            self.health.failing(format!("{error:#}"));
+            warn!(attempt = failures, "consumer {}: {error:#}; binding again", self.durable);
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = sleep(backoff::delay(failures, REBIND_BASE, REBIND_CAP)) => {}
+            }
+        }
+        info!("consumer {} has stopped", self.durable);
+        Ok(())
+    }
+
+    /// Binds to the durable and processes what it delivers. Ok when told to stop; any error of the
+    /// pull means: let go, wait, bind again, because it does not always end by itself.
+    async fn consume(&self, stop: &CancellationToken, failures: &mut u32) -> anyhow::Result<()> {
+        let consumer: PullConsumer = self
+            .nats
+            .jetstream()
+            .get_consumer_from_stream(self.durable, self.stream)
+            .await
+            .with_context(|| format!("{}/{} cannot be bound", self.stream, self.durable))?;
+        // With other settings the promises of this module do not hold. The events are safe in the
+        // stream until somebody has run `setup`.
+        topology::compare_consumer(self.stream, self.durable, &consumer.cached_info().config)?;
+        let messages = consumer
+            .stream()
+            .max_messages_per_batch(self.batch)
+            .expires(PULL_EXPIRES)
+            .heartbeat(HEARTBEAT)
+            .messages()
+            .await
+            .context("cannot pull")?;
+        // Whatever is there, up to a batch, without waiting for more.
+        let mut batches = messages.ready_chunks(self.batch);
+        loop {
+            self.health.ok();
+            let batch = tokio::select! {
+                () = stop.cancelled() => return Ok(()),
+                () = sleep(HEARTBEAT) => continue,
+                batch = batches.next() => batch,
+            };
+            let Some(batch) = batch else { bail!("the server ended the pull") };
+            let (messages, errors): (Vec<_>, Vec<_>) = batch.into_iter().partition(Result::is_ok);
+            // Not inside the select!: a batch is never cancelled half way.
+            self.process(messages.into_iter().flatten().collect(), stop).await;
+            if let Some(Err(error)) = errors.into_iter().next() {
+                return Err(error).context("the pull failed");
+            }
+            *failures = 0;
+        }
+    }
+
+    /// One unit of work: decodes, handles and settles `messages`. Those it has to let go of because
+    /// of `stop` are delivered again.
+    pub async fn process(&self, messages: Vec<Message>, stop: &CancellationToken) {
+        let mut deliveries = Vec::with_capacity(messages.len());
+        let mut settled = Vec::new();
+        for message in messages {
+            let Some(origin) = Origin::of(message) else {
+                error!("a message without a JetStream reply subject was delivered to {}", self.durable);
+                continue;
+            };
+            match self.read(origin) {
+                Ok(delivery) => deliveries.push(delivery),
+                Err((origin, reason, error)) => {
+                    let verdict = self.reject(&origin, reason, &error, stop).await;
+                    settled.extend(verdict.map(|verdict| (origin, verdict)));
+                }
+            }
+        }
+        let verdicts = self.apply(&deliveries, stop).await;
+        let handled = deliveries.into_iter().zip(verdicts);
+        settled.extend(handled.filter_map(|(delivery, verdict)| Some((delivery.origin, verdict?))));
+        // Crash point 3b, after commit and before ack: delivered again, found in the inbox, acked.
+        join_all(settled.iter().map(|(origin, verdict)| self.settle(origin, verdict))).await;
+    }
+
+    /// Understands a message, or says why it belongs into the dead letters.
+    #[expect(clippy::result_large_err, reason = "both sides hand the message on")]
+    fn read(&self, origin: Origin) -> Result<Delivery<H::Data>, (Origin, Reason, String)> {
+        // Before handling, not after: a message that kills the process never gets to an "after".
+        if origin.deliveries > self.max_deliveries {
+            let error = format!("delivered {} times, at most {} allowed", origin.deliveries, self.max_deliveries);
+            return Err((origin, Reason::DeliveryLimit, error));
+        }
+        match events::decode(&origin.message.payload, H::EVENT_TYPE) {
+            Ok(event) => Ok(Delivery { event, origin }),
+            Err(error) => {
+                let reason = match error {
+                    DecodeError::Undecodable(_) | DecodeError::SpecVersion(_) => Reason::Undecodable,
+                    DecodeError::UnknownType(_) => Reason::UnknownType,
+                };
+                Err((origin, reason, format!("{:#}", anyhow::Error::from(error))))
+            }
+        }
+    }
+
+    /// The whole batch in one transaction, and if that fails, each delivery in its own.
+    async fn apply(&self, deliveries: &[Delivery<H::Data>], stop: &CancellationToken) -> Vec<Option<Verdict>> {
+        if deliveries.is_empty() {
+            return Vec::new();
+        }
+        match self.attempt(deliveries, stop).await {
+            Some(Ok(verdicts)) => verdicts.into_iter().map(Some).collect(),
+            None => deliveries.iter().map(|_| None).collect(),
+            Some(Err(error)) if deliveries.len() == 1 => vec![Some(Verdict::Retry(error))],
+            Some(Err(error)) => {
+                debug!("consumer {}: a batch failed ({error:#}), trying each alone", self.durable);
+                let mut verdicts = Vec::with_capacity(deliveries.len());
+                for delivery in deliveries {
+                    verdicts.push(match self.attempt(std::slice::from_ref(delivery), stop).await {
+                        Some(Ok(mut verdict)) => verdict.pop(),
+                        Some(Err(error)) => Some(Verdict::Retry(error)),
+                        None => None,
+                    });
+                }
+                verdicts
+            }
+        }
+    }
+
+    /// Asks the handler, as often as it takes to find the database in place. None: told to stop
+    /// before that.
+    async fn attempt(
+        &self,
+        deliveries: &[Delivery<H::Data>],
+        stop: &CancellationToken,
+    ) -> Option<anyhow::Result<Vec<Verdict>>> {
+        loop {
+            let error = match self.handler.handle(deliveries).await {
+                Ok(verdicts) => {
+                    debug_assert_eq!(verdicts.len(), deliveries.len(), "a verdict for each delivery");
+                    return Some(Ok(verdicts));
+                }
+                Err(error) => error,
+            };
+            if self.database_answers().await {
+                return Some(Err(error));
+            }
+            self.wait_for_database(&error, stop).await?;
+        }
+    }
+
+    async fn database_answers(&self) -> bool {
+        let ping = sqlx::query("select 1").execute(&self.pool);
+        matches!(timeout(PING_TIMEOUT, ping).await, Ok(Ok(_)))
+    }
+
+    /// Holds what is in hand, and pulls nothing, until the database is back. A nak here would burn
+    /// a delivery every few seconds, and the outage would end in the dead letters.
+    async fn wait_for_database(&self, error: &anyhow::Error, stop: &CancellationToken) -> Option<()> {
+        warn!("consumer {}: waiting for the database: {error:#}", self.durable);
+        let mut failures = 0;
+        loop {
+            self.health.failing("waiting for the database".to_owned());
+            failures += 1;
+            tokio::select! {
+                () = stop.cancelled() => return None,
+                () = sleep(backoff::delay(failures, REBIND_BASE, REBIND_CAP)) => {}
+            }
+            if self.database_answers().await {
+                info!("consumer {}: the database is back", self.durable);
+                self.health.ok();
+                return Some(());
+            }
+        }
+    }
+
+    /// Keeps a message that never reaches the handler. None: told to stop before it was kept.
+    async fn reject(
+        &self,
+        origin: &Origin,
+        reason: Reason,
+        error: &str,
+        stop: &CancellationToken,
+    ) -> Option<Verdict> {
+        loop {
+            let stored = async {
+                let mut connection = self.pool.acquire().await?;
+                dead_letters::store(&mut connection, origin, reason, error).await
+            };
+            match stored.await {
+                Ok(stored) => return Some(Verdict::Reject(stored)),
+                Err(error) if self.database_answers().await => return Some(Verdict::Retry(error.into())),
+                Err(error) => self.wait_for_database(&error.into(), stop).await?,
+            }
+        }
+    }
+
+    /// Tells the broker. If it does not get to know, it delivers again, and the inbox answers.
+    async fn settle(&self, origin: &Origin, verdict: &Verdict) {
+        let seq = origin.stream_seq;
+        let kind = match verdict {
+            Verdict::Done => AckKind::Ack,
+            Verdict::Duplicate(guard) => {
+                info!(stream.seq = seq, deliveries = origin.deliveries, "duplicate, absorbed by {guard:?}");
+                AckKind::Ack
+            }
+            Verdict::Retry(error) => {
+                // Never a bare nak: it comes back at once, and ten of them take milliseconds.
+                let attempt = origin.deliveries.try_into().unwrap_or(u32::MAX);
+                let delay = backoff::delay(attempt, RETRY_BASE, RETRY_CAP);
+                warn!(stream.seq = seq, attempt, "not applied, again in {delay:.1?}: {error:#}");
+                AckKind::Nak(Some(delay))
+            }
+            Verdict::Reject(stored) => {
+                error!(stream.seq = seq, "set aside in the dead letters: {}", stored.reason());
+                AckKind::Term
+            }
+        };
+        if let Err(error) = self.nats.settle(&origin.message, kind).await {
+            warn!(stream.seq = seq, "the broker did not confirm {kind:?}, it will deliver again: {error}");
+        }
+    }
+}
+

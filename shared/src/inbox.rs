@@ -1,0 +1,56 @@
+//! Which events are new: the row that makes an effect happen once per event id.
+//!
+//! Guarantees: of any number of transactions that claim the same event for the same consumer, one
+//! gets it, and only if it commits. Assumes that the effect is in the same transaction as the claim.
+//! Without it every redelivery (a lost ack, a crash after commit, a relay that published twice) is
+//! applied again.
+
+use std::collections::HashSet;
+
+use sqlx::PgConnection;
+use uuid::Uuid;
+
+use crate::events::EventId;
+
+/// Claims `event_ids` for `consumer` and returns those that nobody had claimed before.
+///
+/// A concurrent claim of the same id is waited for: if its transaction rolls back, ours gets it.
+///
+/// # Errors
+/// When the database refuses; the transaction is then of no more use.
+pub async fn claim(
+    tx: &mut PgConnection,
+    consumer: &str,
+    event_ids: impl IntoIterator<Item = EventId>,
+) -> sqlx::Result<HashSet<EventId>> {
+    let event_ids: Vec<Uuid> = event_ids.into_iter().map(EventId::get).collect();
+    let fresh = sqlx::query_scalar!(
+        r#"insert into processed_events (consumer, event_id)
+           select $1, event_id from unnest($2::uuid[]) as delivered (event_id)
+           -- in one order everywhere, so that two batches with common ids cannot deadlock
+           order by event_id
+           on conflict on constraint one_claim_per_event do nothing
+           returning event_id"#,
+        consumer,
+        &event_ids,
+    )
+    .fetch_all(tx)
+    .await?;
+    Ok(fresh.into_iter().map(EventId::from).collect())
+}
+
+/// Gives a claim back within the transaction that made them: the event was not applied after all,
+/// and whoever replays it later must not be told that it was.
+///
+/// # Errors
+/// When the database refuses; the transaction is then of no more use.
+pub async fn unclaim(tx: &mut PgConnection, consumer: &str, event_id: EventId) -> sqlx::Result<()> {
+    sqlx::query!(
+        "delete from processed_events where consumer = $1 and event_id = $2",
+        consumer,
+        event_id.get(),
+    )
+    .execute(tx)
+    .await
+    .map(|_| ())
+}

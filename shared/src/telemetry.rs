@@ -1,0 +1,100 @@
+//! Logs, and the trace a request starts: kept in the outbox row, sent as a header, logged by the
+//! consumer. So one id finds everything that one request caused, in both services.
+
+use std::sync::LazyLock;
+
+use clap::ValueEnum;
+use tracing_subscriber::{EnvFilter, fmt};
+use uuid::Uuid;
+
+/// The header's name in HTTP and, lower case too, in NATS, whose header names are case-sensitive.
+pub const TRACEPARENT: &str = "traceparent";
+
+/// How log lines look. They go to standard error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Starts logging. The filter is `RUST_LOG`'s, or `info`.
+///
+/// # Errors
+/// When `RUST_LOG` cannot be read, or logging was started before.
+pub fn init(format: LogFormat) -> anyhow::Result<()> {
+    let filter = match std::env::var(EnvFilter::DEFAULT_ENV) {
+        Ok(filter) if !filter.is_empty() => EnvFilter::try_new(filter)
+            .map_err(|error| anyhow::anyhow!("RUST_LOG cannot be read: {error}; an example: info,sqlx=warn"))?,
+        _ => EnvFilter::new("info"),
+    };
+    let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match format {
+        LogFormat::Text => lines.try_init(),
+        LogFormat::Json => lines.json().flatten_event(true).try_init(),
+    }
+    .map_err(|error| anyhow::anyhow!(error))
+}
+
+/// A W3C trace context, version 00: `00-<trace id>-<parent id>-<flags>`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TraceParent(String);
+
+impl TraceParent {
+    /// The request's own, or a new trace when it brings none that can be read.
+    ///
+    /// Source: W3C Trace Context, "A vendor receiving the request" (restart on an invalid header).
+    pub fn from_request(header: Option<&str>) -> Self {
+        header.and_then(Self::parse).unwrap_or_else(Self::new)
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let mut parts = text.split('-');
+        let (version, trace, parent, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
+        let hex = |part: &str, length| {
+            part.len() == length && part.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+        };
+        let zero = |part: &str| part.bytes().all(|b| b == b'0');
+        let valid = version == "00"
+            && hex(trace, 32)
+            && hex(parent, 16)
+            && hex(flags, 2)
+            && !zero(trace)
+            && !zero(parent)
+            && parts.next().is_none();
+        valid.then(|| Self(text.to_owned()))
+    }
+
+    fn new() -> Self {
+        // A UUIDv7 is 16 bytes, never zero, and sorts by time.
+        Self(format!("00-{:032x}-{:016x}-00", Uuid::now_v7().as_u128(), fastrand::u64(1..)))
+    }
+
+    /// The header's text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+/// Names this process among its replicas: host and process id.
+pub static INSTANCE: LazyLock<String> = LazyLock::new(|| {
+    let host = std::env::var("HOSTNAME").unwrap_or_else(|_| "localhost".to_owned());
+    format!("{host}-{}", std::process::id())
+});
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_valid_trace_is_kept_and_anything_else_starts_a_new_one() {
+        let given = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+        assert_eq!(TraceParent::from_request(Some(given)).as_str(), given);
+        for bad in ["", "00-4bf9-00f0-01", &given.to_uppercase(), &given.replace("4bf92f3577b34da6a3ce929d0e0e4736", &"0".repeat(32)), &format!("{given}-x")] {
+            let made = TraceParent::from_request(Some(bad));
+            assert_ne!(made.as_str(), bad);
+            assert_eq!(TraceParent::parse(made.as_str()), Some(made.clone()), "what we make is valid");
+        }
+    }
+}

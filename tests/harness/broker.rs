@@ -1,0 +1,103 @@
+//! The broker from outside: what an operator sees, and what a careless publisher does.
+
+use anyhow::Context as _;
+use async_nats::{
+    HeaderMap,
+    jetstream::{self, consumer::PullConsumer, message::PublishMessage, stream::Stream},
+};
+use futures_util::{StreamExt as _, TryStreamExt as _};
+use serde_json::Value;
+use shared::{events::PAYMENT_CONFIRMED_SUBJECT, topology};
+
+/// A connection of our own, past all proxies.
+#[derive(Debug, Clone)]
+pub struct Broker {
+    pub js: jetstream::Context,
+}
+
+/// A message of the stream.
+#[derive(Debug, Clone)]
+pub struct Stored {
+    pub sequence: u64,
+    pub message_id: Option<String>,
+    pub traceparent: Option<String>,
+    pub body: Vec<u8>,
+}
+
+impl Stored {
+    /// The `CloudEvents` id, if it can be read.
+    pub fn event_id(&self) -> Option<String> {
+        let event: Value = serde_json::from_slice(&self.body).ok()?;
+        event["id"].as_str().map(ToOwned::to_owned)
+    }
+}
+
+impl Broker {
+    pub async fn connect(url: &str) -> anyhow::Result<Self> {
+        Ok(Self { js: jetstream::new(async_nats::connect(url).await?) })
+    }
+
+    /// Publishes past the outbox; true when the broker had the message id already.
+    #[expect(clippy::disallowed_methods, reason = "the careless publisher that the guards are against")]
+    pub async fn publish(&self, body: &[u8], message_id: Option<&str>) -> anyhow::Result<bool> {
+        let mut message = PublishMessage::build().headers(HeaderMap::new()).payload(body.to_vec().into());
+        if let Some(id) = message_id {
+            message = message.message_id(id);
+        }
+        let ack = self.js.send_publish(PAYMENT_CONFIRMED_SUBJECT, message).await?.await?;
+        Ok(ack.duplicate)
+    }
+
+    pub async fn stream(&self) -> anyhow::Result<Stream> {
+        self.js.get_stream(topology::ORDERS).await.context("no stream")
+    }
+
+    /// How many messages the stream holds.
+    pub async fn count(&self) -> anyhow::Result<u64> {
+        Ok(self.stream().await?.cached_info().state.messages)
+    }
+
+    /// All messages of the stream, in its order.
+    pub async fn messages(&self) -> anyhow::Result<Vec<Stored>> {
+        let stream = self.stream().await?;
+        let count = stream.cached_info().state.messages;
+        if count == 0 {
+            return Ok(Vec::new());
+        }
+        let config = jetstream::consumer::pull::OrderedConfig::default();
+        let consumer = stream.create_consumer(config).await?;
+        let messages = consumer.messages().await?.take(count as usize);
+        messages
+            .map_err(anyhow::Error::from)
+            .and_then(async |message| {
+                let info = message.info().map_err(|error| anyhow::anyhow!(error))?;
+                let header = |name: &str| {
+                    Some(message.headers.as_ref()?.get(name)?.as_str().to_owned())
+                };
+                Ok(Stored {
+                    sequence: info.stream_sequence,
+                    message_id: header("Nats-Msg-Id"),
+                    traceparent: header("traceparent"),
+                    body: message.payload.to_vec(),
+                })
+            })
+            .try_collect()
+            .await
+    }
+
+    /// The durable of fulfillment: what it has not delivered, and what nobody has acked.
+    pub async fn consumer_backlog(&self) -> anyhow::Result<(u64, usize)> {
+        let consumer: PullConsumer =
+            self.js.get_consumer_from_stream(fulfillment_service::CONSUMER, topology::ORDERS).await?;
+        let info = consumer.cached_info();
+        Ok((info.num_pending, info.num_ack_pending))
+    }
+
+    /// How many messages of the durable are acked or terminated, counted from the first.
+    pub async fn acked(&self) -> anyhow::Result<u64> {
+        let consumer: PullConsumer =
+            self.js.get_consumer_from_stream(fulfillment_service::CONSUMER, topology::ORDERS).await?;
+        let info = consumer.cached_info();
+        Ok(info.delivered.stream_sequence - info.num_ack_pending as u64)
+    }
+}

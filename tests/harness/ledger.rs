@@ -1,0 +1,118 @@
+//! The ledger: what the two databases and the stream say about all payments, and whether the
+//! promise holds. Demo and tests ask the same questions.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use anyhow::ensure;
+use sqlx::PgPool;
+
+use crate::broker::Broker;
+
+/// What was found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Ledger {
+    /// Confirmed payments.
+    pub payments: usize,
+    /// Outbox rows, and those among them that wait.
+    pub outbox: usize,
+    pub pending: usize,
+    /// Dispatches.
+    pub dispatches: usize,
+    /// Payments without a dispatch of the same transaction, order, amount and currency.
+    pub lost: Vec<String>,
+    /// Orders or transactions with more than one dispatch.
+    pub doubled: Vec<String>,
+    /// Dispatches for which there is no payment.
+    pub unpaid: Vec<String>,
+    /// Messages in the stream, and different event ids among those that can be read.
+    pub messages: usize,
+    pub events: usize,
+    /// Second and further copies of an event in the stream: the inbox absorbed them.
+    pub absorbed_by_event_id: usize,
+    /// Processed events that caused no dispatch: the business key absorbed them.
+    pub absorbed_by_transaction_id: usize,
+    /// Dead letters by reason.
+    pub dead_letters: BTreeMap<String, i64>,
+    /// What the durable has not delivered, and what is delivered and not acked.
+    pub consumer_pending: u64,
+    pub consumer_ack_pending: usize,
+}
+
+type Payment = (String, String, i64, String);
+
+impl Ledger {
+    pub async fn read(orders: &PgPool, fulfillment: &PgPool, broker: &Broker) -> anyhow::Result<Self> {
+        // The consumer first: when it is done, the databases cannot change behind it.
+        let (consumer_pending, consumer_ack_pending) = broker.consumer_backlog().await?;
+        let payments: Vec<Payment> =
+            sqlx::query_as("select transaction_id, order_id, amount_minor, currency from payments")
+                .fetch_all(orders)
+                .await?;
+        let (outbox, pending): (i64, i64) =
+            sqlx::query_as("select count(*), count(*) filter (where published_at is null) from outbox")
+                .fetch_one(orders)
+                .await?;
+        let dispatches: Vec<Payment> =
+            sqlx::query_as("select transaction_id, order_id, amount_minor, currency from dispatches")
+                .fetch_all(fulfillment)
+                .await?;
+        let processed: i64 =
+            sqlx::query_scalar("select count(*) from processed_events").fetch_one(fulfillment).await?;
+        let dead_letters: Vec<(String, i64)> =
+            sqlx::query_as("select reason, count(*) from dead_letters group by reason")
+                .fetch_all(fulfillment)
+                .await?;
+
+        let dispatched: HashSet<&Payment> = dispatches.iter().collect();
+        let paid: HashSet<&Payment> = payments.iter().collect();
+        let mut seen: HashMap<String, usize> = HashMap::new();
+        for (transaction, order, ..) in &dispatches {
+            *seen.entry(format!("transaction {transaction}")).or_default() += 1;
+            *seen.entry(format!("order {order}")).or_default() += 1;
+        }
+        let mut copies: HashMap<String, usize> = HashMap::new();
+        let stored = broker.messages().await?;
+        for event_id in stored.iter().filter_map(crate::broker::Stored::event_id) {
+            *copies.entry(event_id).or_default() += 1;
+        }
+        Ok(Self {
+            payments: payments.len(),
+            outbox: outbox.try_into()?,
+            pending: pending.try_into()?,
+            dispatches: dispatches.len(),
+            lost: payments.iter().filter(|p| !dispatched.contains(p)).map(|p| p.0.clone()).collect(),
+            doubled: seen.into_iter().filter(|(_, count)| *count > 1).map(|(key, _)| key).collect(),
+            unpaid: dispatches.iter().filter(|p| !paid.contains(p)).map(|p| p.0.clone()).collect(),
+            messages: stored.len(),
+            events: copies.len(),
+            absorbed_by_event_id: copies.values().map(|count| count - 1).sum(),
+            absorbed_by_transaction_id: usize::try_from(processed)?.saturating_sub(dispatches.len()),
+            dead_letters: dead_letters.into_iter().collect(),
+            consumer_pending,
+            consumer_ack_pending,
+        })
+    }
+
+    /// Everything has arrived: nothing waits in the outbox or the consumer.
+    pub fn settled(&self) -> anyhow::Result<()> {
+        ensure!(self.pending == 0, "{} outbox rows wait", self.pending);
+        ensure!(self.consumer_pending == 0, "{} messages are not delivered", self.consumer_pending);
+        ensure!(self.consumer_ack_pending == 0, "{} messages are not acked", self.consumer_ack_pending);
+        Ok(())
+    }
+
+    /// The promise: every confirmed payment is announced, and dispatched once.
+    pub fn holds(&self) -> anyhow::Result<()> {
+        ensure!(self.lost.is_empty(), "{} payments lost: {:?}", self.lost.len(), self.lost);
+        ensure!(self.doubled.is_empty(), "doubled: {:?}", self.doubled);
+        ensure!(self.unpaid.is_empty(), "dispatched without a payment: {:?}", self.unpaid);
+        ensure!(
+            self.outbox == self.payments && self.dispatches == self.payments,
+            "{} payments, {} outbox rows, {} dispatches",
+            self.payments,
+            self.outbox,
+            self.dispatches
+        );
+        Ok(())
+    }
+}

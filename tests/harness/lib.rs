@@ -1,0 +1,12 @@
+//! The harness: real servers, real service processes, faults between them, and the ledger that says
+//! what came of it. Used by the tests and by `cargo dev`.
+
+pub mod api;
+pub mod broker;
+pub mod ledger;
+pub mod process;
+pub mod proxy;
+pub mod servers;
+pub mod services;
+pub mod wait;
+pub mod world;

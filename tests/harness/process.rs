@@ -1,0 +1,128 @@
+//! Child processes that never outlive us.
+//!
+//! Each runs under a small shell that holds one end of a pipe. When our end closes, because we are
+//! done, or panicked, or were killed with -9, the shell kills the program and removes its data.
+//! No unsafe code, no polling, no process group that a terminal's Ctrl-C could reach.
+
+use std::{
+    ffi::OsString,
+    fs::File,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+
+use anyhow::{Context as _, ensure};
+use tokio::{
+    io::{AsyncBufReadExt as _, BufReader, Lines},
+    process::{Child, ChildStdin, ChildStdout, Command},
+    time::timeout,
+};
+
+/// Arguments: the signal that ends the program when we are gone, what to remove then, the program.
+const SUPERVISOR: &str = r#"
+signal=$1; remove=$2; shift 2
+gone=
+trap 'gone=yes' USR1
+exec 3<&0 </dev/null
+"$@" 3<&- >&2 &
+pid=$!
+echo "$pid"
+{ cat <&3 >/dev/null; kill -s USR1 $$; kill -s "$signal" "$pid"; } 2>/dev/null &
+wait "$pid"; code=$?
+if [ "$gone" ]; then
+    wait "$pid"
+    [ -z "$remove" ] || rm -rf "$remove"
+fi
+echo "$code"
+"#;
+
+/// What to run.
+#[derive(Debug, Clone)]
+pub struct Program {
+    pub path: PathBuf,
+    pub arguments: Vec<OsString>,
+    pub environment: Vec<(String, String)>,
+    /// Whom to run it as; none: as ourselves.
+    pub user: Option<u32>,
+    /// Where its output goes; appended.
+    pub log: PathBuf,
+    /// How to end it when we are gone.
+    pub end_with: &'static str,
+    /// What to remove when we are gone.
+    pub remove: Option<PathBuf>,
+}
+
+/// A running program. Dropping it ends the program.
+#[derive(Debug)]
+pub struct Process {
+    pid: u32,
+    lines: Lines<BufReader<ChildStdout>>,
+    shell: Child,
+    // Closes on drop, which is the signal for the shell.
+    _leash: ChildStdin,
+}
+
+impl Process {
+    pub async fn start(program: &Program) -> anyhow::Result<Self> {
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(&program.log)
+            .with_context(|| format!("cannot write {}", program.log.display()))?;
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", SUPERVISOR, "supervisor", program.end_with])
+            .arg(program.remove.as_deref().unwrap_or(Path::new("")))
+            .arg(&program.path)
+            .args(&program.arguments)
+            .envs(program.environment.iter().cloned())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(log)
+            .process_group(0);
+        if let Some(user) = program.user {
+            command.uid(user).gid(user).current_dir("/");
+        }
+        let mut shell = command.spawn().context("cannot start a shell")?;
+        let leash = shell.stdin.take().context("no pipe to the shell")?;
+        let mut lines = BufReader::new(shell.stdout.take().context("no pipe from the shell")?).lines();
+        let pid = lines.next_line().await?.context("the shell said nothing")?.parse()?;
+        Ok(Self { pid, lines, shell, _leash: leash })
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Sends a signal by name: `TERM`, `KILL`, `STOP`.
+    pub fn signal(&self, name: &str) -> anyhow::Result<()> {
+        let sent = std::process::Command::new("kill")
+            .args(["-s", name, &self.pid.to_string()])
+            .stderr(Stdio::null())
+            .status()?;
+        ensure!(sent.success(), "process {} is gone", self.pid);
+        Ok(())
+    }
+
+    /// Waits for the end, at most `limit`, and returns the exit code; 128 + n for signal n.
+    pub async fn wait(&mut self, limit: Duration) -> anyhow::Result<i32> {
+        let code = timeout(limit, self.lines.next_line())
+            .await
+            .with_context(|| format!("process {} does not end", self.pid))??
+            .context("the shell is gone")?;
+        self.shell.wait().await?;
+        Ok(code.parse()?)
+    }
+
+    /// Sends a signal and waits for the end.
+    pub async fn end(mut self, signal: &str, limit: Duration) -> anyhow::Result<i32> {
+        self.signal(signal)?;
+        self.wait(limit).await
+    }
+
+    /// Whether it has ended by itself.
+    pub fn ended(&mut self) -> bool {
+        matches!(self.shell.try_wait(), Ok(Some(_)))
+    }
+}

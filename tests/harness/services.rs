@@ -1,0 +1,167 @@
+//! The two services as real processes.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+    time::Duration,
+};
+
+use anyhow::{Context as _, ensure};
+
+use crate::{
+    process::{Process, Program},
+    servers::{free_port, root, tail},
+    wait::eventually,
+};
+
+/// Which of the two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Orders,
+    Fulfillment,
+}
+
+impl Kind {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Orders => "orders-service",
+            Self::Fulfillment => "fulfillment-service",
+        }
+    }
+}
+
+/// The folder with the services' programs, built from the sources as they are now. Cargo's output
+/// is passed through: a build takes minutes, and nobody should stare at nothing.
+pub fn build() -> anyhow::Result<&'static Path> {
+    static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| {
+        let attempt = || {
+            let exe = std::env::current_exe()?;
+            // target/PROFILE/dev, or target/PROFILE/deps/cases-…
+            let profile = exe
+                .ancestors()
+                .skip(1)
+                .find(|folder| folder.file_name() != Some("deps".as_ref()))
+                .context("this program is in no folder")?;
+            let target = profile.parent().context("the profile is in no folder")?;
+            let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+            // The whole workspace: another selection of packages is another set of features, and
+            // the dependencies would be compiled once more.
+            cargo.args(["build", "--workspace", "--bins", "--target-dir"]).arg(target).current_dir(root());
+            if profile.file_name() == Some("release".as_ref()) {
+                cargo.arg("--release");
+            }
+            ensure!(cargo.status().context("cannot run cargo")?.success(), "the services do not build");
+            anyhow::Ok(profile.to_owned())
+        };
+        attempt().map_err(|error| format!("{error:#}"))
+    });
+    built.as_deref().map_err(|error| anyhow::anyhow!(error.clone()))
+}
+
+/// How to run a service.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    pub kind: Kind,
+    pub port: u16,
+    /// Beyond the address.
+    pub environment: Vec<(String, String)>,
+    pub log: PathBuf,
+}
+
+impl Plan {
+    pub fn new(kind: Kind, database_url: &str, nats_url: &str, folder: &Path) -> anyhow::Result<Self> {
+        let port = free_port()?;
+        Ok(Self {
+            kind,
+            port,
+            environment: vec![
+                ("DATABASE_URL".to_owned(), database_url.to_owned()),
+                ("NATS_URL".to_owned(), nats_url.to_owned()),
+            ],
+            log: folder.join(format!("{}-{port}.log", kind.name())),
+        })
+    }
+
+    /// Adds a variable.
+    pub fn with(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    fn program(&self, subcommand: &str) -> anyhow::Result<Program> {
+        let mut environment = self.environment.clone();
+        environment.push(("HTTP_ADDR".to_owned(), format!("127.0.0.1:{}", self.port)));
+        Ok(Program {
+            path: build()?.join(self.kind.name()),
+            arguments: vec![subcommand.into()],
+            environment,
+            user: None,
+            log: self.log.clone(),
+            end_with: "KILL",
+            remove: None,
+        })
+    }
+
+    /// Runs a subcommand to its end and returns its exit code.
+    pub async fn run(&self, subcommand: &str) -> anyhow::Result<i32> {
+        Process::start(&self.program(subcommand)?).await?.wait(Duration::from_secs(60)).await
+    }
+
+    /// Starts `serve`, and waits until it listens.
+    pub async fn start(&self) -> anyhow::Result<Service> {
+        let mut process = Process::start(&self.program("serve")?).await?;
+        eventually("the service listens", Duration::from_secs(30), async || {
+            ensure!(!process.ended(), "it ended");
+            Ok(tokio::net::TcpStream::connect(("127.0.0.1", self.port)).await.map(drop)?)
+        })
+        .await
+        .with_context(|| tail(&self.log))?;
+        Ok(Service { plan: self.clone(), process: Some(process) })
+    }
+}
+
+/// A running service.
+#[derive(Debug)]
+pub struct Service {
+    pub plan: Plan,
+    process: Option<Process>,
+}
+
+impl Service {
+    pub fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.plan.port)
+    }
+
+    pub fn pid(&self) -> Option<u32> {
+        self.process.as_ref().map(Process::pid)
+    }
+
+    pub fn signal(&self, name: &str) -> anyhow::Result<()> {
+        self.process.as_ref().context("it is not running")?.signal(name)
+    }
+
+    /// Sends a signal and waits for the end; returns the exit code.
+    pub async fn end(&mut self, signal: &str) -> anyhow::Result<i32> {
+        let process = self.process.take().context("it is not running")?;
+        process.end(signal, Duration::from_secs(40)).await
+    }
+
+    /// Starts it again, on the same port and with the same settings.
+    pub async fn start_again(&mut self) -> anyhow::Result<()> {
+        self.process = None;
+        *self = self.plan.start().await?;
+        Ok(())
+    }
+
+    /// Whether it ended by itself.
+    pub fn ended(&mut self) -> bool {
+        self.process.as_mut().is_none_or(Process::ended)
+    }
+
+    /// Everything it logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.plan.log).unwrap_or_default()
+    }
+}

@@ -1,0 +1,198 @@
+//! A world of its own for each test: two databases, a broker, and whatever runs between them.
+
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+use anyhow::{Context as _, ensure};
+use shared::topology;
+use sqlx::{PgPool, postgres::PgPoolOptions};
+use tempfile::TempDir;
+use tokio::sync::OnceCell;
+use uuid::Uuid;
+
+use crate::{
+    broker::Broker,
+    ledger::Ledger,
+    servers::{NatsServer, Postgres, tail},
+    services::{Kind, Plan, Service},
+    wait::eventually,
+};
+
+/// The server most tests share; each has databases of its own in it.
+static SHARED: OnceCell<Arc<Postgres>> = OnceCell::const_new();
+
+/// Servers, two databases, and what runs between them. Dropping it ends everything of ours.
+#[derive(Debug)]
+pub struct World {
+    /// Present when the world has a server of its own, which it may stop.
+    pub own_postgres: Option<Postgres>,
+    shared_postgres: Option<Arc<Postgres>>,
+    pub nats: NatsServer,
+    pub broker: Broker,
+    /// Connections of the test's own.
+    pub orders: PgPool,
+    pub fulfillment: PgPool,
+    orders_name: String,
+    fulfillment_name: String,
+    folder: TempDir,
+}
+
+impl World {
+    /// A world for one test: databases of its own on a shared PostgreSQL, a broker of its own, and
+    /// both as `setup` leaves them.
+    pub async fn new() -> anyhow::Result<Self> {
+        let postgres = SHARED
+            .get_or_try_init(async || anyhow::Ok(Arc::new(Postgres::given_or_started().await?)))
+            .await?;
+        let world = Self::build(None, Some(Arc::clone(postgres)), NatsServer::start().await?).await?;
+        world.set_up().await
+    }
+
+    /// The same, with a PostgreSQL that the test may stop.
+    pub async fn with_own_postgres() -> anyhow::Result<Self> {
+        let world = Self::build(Some(Postgres::start().await?), None, NatsServer::start().await?).await?;
+        world.set_up().await
+    }
+
+    /// A world as a deployment finds it: servers, which may be given, and empty databases.
+    pub async fn bare() -> anyhow::Result<Self> {
+        let postgres = Postgres::given_or_started().await?;
+        let world = Self::build(Some(postgres), None, NatsServer::given_or_started().await?).await?;
+        ensure!(
+            world.broker.stream().await.is_err(),
+            "the server of NATS_URL has a stream ORDERS already; this needs one without"
+        );
+        Ok(world)
+    }
+
+    async fn build(
+        own_postgres: Option<Postgres>,
+        shared_postgres: Option<Arc<Postgres>>,
+        nats: NatsServer,
+    ) -> anyhow::Result<Self> {
+        let postgres = own_postgres.as_ref().or(shared_postgres.as_deref()).context("a server is needed")?;
+        let id = Uuid::now_v7().simple();
+        let (orders_name, fulfillment_name) = (format!("orders_{id}"), format!("fulfillment_{id}"));
+        let mut pools = Vec::new();
+        for name in [&orders_name, &fulfillment_name] {
+            postgres.create_database(name).await?;
+            pools.push(PgPoolOptions::new().max_connections(10).connect_lazy(&postgres.url(name))?);
+        }
+        let fulfillment = pools.pop().context("two pools")?;
+        let orders = pools.pop().context("two pools")?;
+        let broker = Broker::connect(&nats.url()).await?;
+        let folder = tempfile::Builder::new().prefix("outbox-pair-logs-").tempdir()?;
+        Ok(Self {
+            own_postgres,
+            shared_postgres,
+            nats,
+            broker,
+            orders,
+            fulfillment,
+            orders_name,
+            fulfillment_name,
+            folder,
+        })
+    }
+
+    async fn set_up(self) -> anyhow::Result<Self> {
+        orders_service::MIGRATOR.run(&self.orders).await?;
+        fulfillment_service::MIGRATOR.run(&self.fulfillment).await?;
+        shared::topology::upsert(&self.broker.js, 1).await?;
+        Ok(self)
+    }
+
+    /// Ends everything, waits for it, and takes what was added to given servers away again.
+    pub async fn close(mut self) -> anyhow::Result<()> {
+        self.orders.close().await;
+        self.fulfillment.close().await;
+        if self.nats.is_ours() {
+            self.nats.stop("KILL").await?;
+        } else {
+            for stream in [topology::ORDERS, topology::FULFILLMENT] {
+                self.broker.js.delete_stream(stream).await?;
+            }
+            self.broker.js.delete_key_value(topology::NOTICES).await?;
+        }
+        match &mut self.own_postgres {
+            Some(postgres) if postgres.is_ours() => postgres.stop("QUIT").await,
+            _ => self.drop_databases().await,
+        }
+    }
+
+    async fn drop_databases(&self) -> anyhow::Result<()> {
+        for name in [&self.orders_name, &self.fulfillment_name] {
+            self.postgres().drop_database(name).await?;
+        }
+        Ok(())
+    }
+
+    fn postgres(&self) -> &Postgres {
+        self.own_postgres.as_ref().or(self.shared_postgres.as_deref()).expect("build made sure")
+    }
+
+    pub fn database_url(&self, kind: Kind) -> String {
+        self.postgres().url(match kind {
+            Kind::Orders => &self.orders_name,
+            Kind::Fulfillment => &self.fulfillment_name,
+        })
+    }
+
+    /// How to run a service in this world.
+    pub fn plan(&self, kind: Kind) -> anyhow::Result<Plan> {
+        self.plan_through(kind, &self.nats.url())
+    }
+
+    /// The same, with another way to the broker: through a proxy.
+    pub fn plan_through(&self, kind: Kind, nats_url: &str) -> anyhow::Result<Plan> {
+        Plan::new(kind, &self.database_url(kind), nats_url, self.folder.path())
+    }
+
+    /// A running service.
+    pub async fn start(&self, kind: Kind) -> anyhow::Result<Service> {
+        self.plan(kind)?.start().await
+    }
+
+    pub async fn ledger(&self) -> anyhow::Result<Ledger> {
+        Ledger::read(&self.orders, &self.fulfillment, &self.broker).await
+    }
+
+    /// Waits until nothing is under way, and returns a ledger that holds.
+    pub async fn settled(&self, limit: Duration) -> anyhow::Result<Ledger> {
+        let ledger = eventually("everything has arrived", limit, async || {
+            let ledger = self.ledger().await?;
+            ledger.settled().map(|()| ledger)
+        })
+        .await?;
+        ledger.holds()?;
+        Ok(ledger)
+    }
+
+    fn logs(&self) -> Vec<PathBuf> {
+        let logs = std::fs::read_dir(self.folder.path()).into_iter().flatten().flatten();
+        logs.map(|entry| entry.path()).collect()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            for log in self.logs() {
+                eprintln!("{}\n", tail(&log));
+            }
+        }
+        // On a server of ours the databases go with it; a given one is left as it was. Blocking is
+        // all that a destructor can do.
+        if self.shared_postgres.as_ref().is_some_and(|postgres| !postgres.is_ours()) {
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+                    if let Ok(runtime) = runtime
+                        && let Err(error) = runtime.block_on(self.drop_databases())
+                    {
+                        eprintln!("databases are left behind: {error:#}");
+                    }
+                });
+            });
+        }
+    }
+}
