@@ -44,13 +44,17 @@ impl Dispatch {
 
 /// Inserts what is new and returns the `dispatch_id`s of that. Of two requests for the same payment
 /// the earlier in `requests` wins; a concurrent transaction with one is waited for.
-pub async fn request(tx: &mut PgConnection, requests: &[Request<'_>]) -> sqlx::Result<HashSet<Uuid>> {
+pub async fn request(
+    tx: &mut PgConnection,
+    requests: &[Request<'_>],
+) -> sqlx::Result<HashSet<Uuid>> {
     let dispatch_ids: Vec<Uuid> = requests.iter().map(|request| request.dispatch_id).collect();
     let event_ids: Vec<Uuid> = requests.iter().map(|request| request.event_id.get()).collect();
     let text = |of: fn(&PaymentConfirmed) -> &str| -> Vec<String> {
         requests.iter().map(|request| of(request.payment).to_owned()).collect()
     };
-    let amounts: Vec<i64> = requests.iter().map(|request| request.payment.amount_minor.get()).collect();
+    let amounts: Vec<i64> =
+        requests.iter().map(|request| request.payment.amount_minor.get()).collect();
     let inserted = sqlx::query_scalar!(
         r#"insert into dispatches (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
                                    currency, event_id)
@@ -82,7 +86,8 @@ pub async fn existing(
     tx: &mut PgConnection,
     payments: &[&PaymentConfirmed],
 ) -> sqlx::Result<Vec<Dispatch>> {
-    let transaction_ids: Vec<String> = payments.iter().map(|p| p.transaction_id.to_string()).collect();
+    let transaction_ids: Vec<String> =
+        payments.iter().map(|p| p.transaction_id.to_string()).collect();
     let order_ids: Vec<String> = payments.iter().map(|p| p.order_id.to_string()).collect();
     sqlx::query_as!(
         Dispatch,

@@ -51,7 +51,8 @@ impl Handler for Intake {
             })
             .collect();
         let new: Vec<Request<'_>> = requests.iter().flatten().cloned().collect();
-        let inserted = dispatches::request(&mut tx, &new).await.context("cannot request dispatches")?;
+        let inserted =
+            dispatches::request(&mut tx, &new).await.context("cannot request dispatches")?;
         let refused: Vec<&PaymentConfirmed> = new
             .iter()
             .filter(|request| !inserted.contains(&request.dispatch_id))
@@ -73,7 +74,9 @@ impl Handler for Intake {
                     inbox::unclaim(&mut tx, CONSUMER, request.event_id).await?;
                     let conflict = standing.conflict(request.payment);
                     let reason = Reason::TransactionConflict;
-                    Verdict::Reject(dead_letters::store(&mut tx, &delivery.origin, reason, &conflict).await?)
+                    Verdict::Reject(
+                        dead_letters::store(&mut tx, &delivery.origin, reason, &conflict).await?,
+                    )
                 }
             });
         }
@@ -101,7 +104,8 @@ struct Standing {
 
 impl Standing {
     async fn read(tx: &mut PgConnection, refused: &[&PaymentConfirmed]) -> sqlx::Result<Self> {
-        let found = if refused.is_empty() { Vec::new() } else { dispatches::existing(tx, refused).await? };
+        let found =
+            if refused.is_empty() { Vec::new() } else { dispatches::existing(tx, refused).await? };
         let by = |key: fn(&Dispatch) -> String| found.iter().map(|d| (key(d), d.clone())).collect();
         Ok(Self {
             by_transaction: by(|dispatch| dispatch.transaction_id.to_string()),

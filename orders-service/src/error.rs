@@ -40,7 +40,9 @@ impl From<anyhow::Error> for ApiError {
             }
             // Class 57: the server is shutting down or starting up. Class 08: the connection is gone.
             Some(sqlx::Error::Database(refusal))
-                if refusal.code().is_some_and(|code| code.starts_with("57P") || code.starts_with("08")) =>
+                if refusal
+                    .code()
+                    .is_some_and(|code| code.starts_with("57P") || code.starts_with("08")) =>
             {
                 Self::Unavailable(error)
             }
@@ -58,7 +60,9 @@ impl From<sqlx::Error> for ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let (status, code, title, detail) = match self {
-            Self::Invalid(detail) => (StatusCode::UNPROCESSABLE_ENTITY, "invalid", "Invalid request", detail),
+            Self::Invalid(detail) => {
+                (StatusCode::UNPROCESSABLE_ENTITY, "invalid", "Invalid request", detail)
+            }
             Self::UnsupportedMediaType => (
                 StatusCode::UNSUPPORTED_MEDIA_TYPE,
                 "unsupported_media_type",
@@ -77,9 +81,12 @@ impl IntoResponse for ApiError {
                 "Body too slow",
                 "the body did not arrive within 10 s".to_owned(),
             ),
-            Self::NotFound => {
-                (StatusCode::NOT_FOUND, "not_found", "No such resource", "check the path".to_owned())
-            }
+            Self::NotFound => (
+                StatusCode::NOT_FOUND,
+                "not_found",
+                "No such resource",
+                "check the path".to_owned(),
+            ),
             Self::MethodNotAllowed => (
                 StatusCode::METHOD_NOT_ALLOWED,
                 "method_not_allowed",
@@ -96,13 +103,15 @@ impl IntoResponse for ApiError {
                 StatusCode::CONFLICT,
                 "order_differs",
                 "Another order has this id",
-                "an order with this orderId exists, with other values; choose a new orderId".to_owned(),
+                "an order with this orderId exists, with other values; choose a new orderId"
+                    .to_owned(),
             ),
             Self::TransactionConflict => (
                 StatusCode::CONFLICT,
                 "transaction_conflict",
                 "Transaction used otherwise",
-                "this transactionId was confirmed with other values; nothing was changed".to_owned(),
+                "this transactionId was confirmed with other values; nothing was changed"
+                    .to_owned(),
             ),
             Self::AlreadyPaid => (
                 StatusCode::CONFLICT,
@@ -131,7 +140,8 @@ impl IntoResponse for ApiError {
                     StatusCode::INTERNAL_SERVER_ERROR,
                     "internal",
                     "Internal error",
-                    "the cause is in this service's log; the same request may be sent again".to_owned(),
+                    "the cause is in this service's log; the same request may be sent again"
+                        .to_owned(),
                 )
             }
         };

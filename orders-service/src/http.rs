@@ -89,7 +89,8 @@ async fn place_order(
         amount_minor: field("amountMinor", body.amount_minor)?,
         currency: field("currency", body.currency)?,
     };
-    let placed = app.lifecycle.detached(async move { orders::place(&app.pool, &new).await }).await?;
+    let placed =
+        app.lifecycle.detached(async move { orders::place(&app.pool, &new).await }).await?;
     match placed {
         Placed::Created(order) => Ok((StatusCode::CREATED, Json(order)).into_response()),
         Placed::Again(order) => Ok(Json(order).into_response()),
@@ -104,7 +105,8 @@ async fn show_order(
     // An id that no order can have, one with a NUL character for example, is simply unknown.
     let Path(order_id) = order_id.map_err(|_| ApiError::UnknownOrder)?;
     let order_id = OrderId::try_from(order_id).map_err(|_| ApiError::UnknownOrder)?;
-    let found = app.lifecycle.detached(async move { orders::find(&app.pool, order_id.as_str()).await });
+    let found =
+        app.lifecycle.detached(async move { orders::find(&app.pool, order_id.as_str()).await });
     found.await?.map(|order| Json(order).into_response()).ok_or(ApiError::UnknownOrder)
 }
 
@@ -128,7 +130,8 @@ async fn confirm_payment(
         amount_minor: field("amountMinor", body.amount_minor)?,
         currency: field("currency", body.currency)?,
     };
-    let traceparent = TraceParent::from_request(headers.get(TRACEPARENT).and_then(|v| v.to_str().ok()));
+    let traceparent =
+        TraceParent::from_request(headers.get(TRACEPARENT).and_then(|v| v.to_str().ok()));
     let lifecycle = app.lifecycle.clone();
     // Detached: a client that hangs up takes neither the transaction nor the wake-up with it.
     let outcome = lifecycle

@@ -47,7 +47,8 @@ pub async fn run(config: Config) -> anyhow::Result<ExitCode> {
 async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let lifecycle = Lifecycle::new();
     let name = format!("orders-service-{}", *telemetry::INSTANCE);
-    let pool = database::pool(config.common.database_url, config.common.database_max_connections, &name);
+    let pool =
+        database::pool(config.common.database_url, config.common.database_max_connections, &name);
     let nats = nats::connect(&config.common.nats_url, &name).await?;
     let listener = TcpListener::bind(config.http_addr)
         .await
@@ -72,8 +73,9 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     lifecycle.worker("the relay", relay.run(lifecycle.stop()));
     lifecycle.worker("HTTP", shared_http::serve(listener, app, lifecycle.clone()));
 
-    let code = lifecycle.run(config.common.shutdown_grace).await;
-    nats.close().await;
-    pool.close().await;
-    Ok(code)
+    let close = async {
+        nats.close().await;
+        pool.close().await;
+    };
+    Ok(lifecycle.run(config.common.shutdown_grace, close).await)
 }

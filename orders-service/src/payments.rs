@@ -66,12 +66,14 @@ pub async fn confirm(
     traceparent: &TraceParent,
 ) -> anyhow::Result<Outcome> {
     let mut tx = database::begin(pool).await.context("cannot begin")?;
-    let order = orders::lock(&mut tx, &confirmation.order_id).await.context("cannot lock the order")?;
+    let order =
+        orders::lock(&mut tx, &confirmation.order_id).await.context("cannot lock the order")?;
     let payable = order.filter(|order| {
         order.amount_minor == confirmation.amount_minor && order.currency == confirmation.currency
     });
     if let Some(order) = payable
-        && let Some(payment) = insert(&mut tx, confirmation).await.context("cannot insert the payment")?
+        && let Some(payment) =
+            insert(&mut tx, confirmation).await.context("cannot insert the payment")?
     {
         let paid = orders::mark_paid(&mut tx, &order.order_id, payment.confirmed_at).await?;
         ensure!(paid, "order {} has no payment and is not pending", order.order_id);

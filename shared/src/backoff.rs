@@ -23,7 +23,9 @@ mod tests {
 
     #[test]
     fn grows_to_the_cap_and_never_below_half() {
-        for (attempt, full) in [(0, BASE), (1, BASE), (2, BASE * 2), (5, BASE * 16), (7, CAP), (u32::MAX, CAP)] {
+        for (attempt, full) in
+            [(0, BASE), (1, BASE), (2, BASE * 2), (5, BASE * 16), (7, CAP), (u32::MAX, CAP)]
+        {
             for _ in 0..100 {
                 let wait = delay(attempt, BASE, CAP);
                 assert!(wait >= full / 2 && wait <= full, "attempt {attempt}: {wait:?}");

@@ -86,7 +86,8 @@ fn explain(error: &clap::Error, command: &Command) -> String {
         _ => "",
     };
     let long = flag.trim_start_matches("--").split([' ', '=']).next();
-    let Some(arg) = command.get_arguments().find(|arg| arg.get_long() == long && long.is_some()) else {
+    let Some(arg) = command.get_arguments().find(|arg| arg.get_long() == long && long.is_some())
+    else {
         // An unknown flag or subcommand: nothing secret, and clap says it well.
         return error.to_string().lines().next().unwrap_or_default().to_owned();
     };
@@ -124,20 +125,29 @@ mod tests {
             (&["--database-url=secret"][..], "DATABASE_URL", "not a PostgreSQL URL", "postgres://"),
             (&[DATABASE, "--nats-url=nats://u:secret@:x"], "NATS_URL", "cannot be read", "nats://"),
             (&[DATABASE, "--nats-replicas=2"], "NATS_REPLICAS", "quorum", "1"),
-            (&[DATABASE, "--database-max-connections=many"], "DATABASE_MAX_CONNECTIONS", "invalid digit", "16"),
+            (
+                &[DATABASE, "--database-max-connections=many"],
+                "DATABASE_MAX_CONNECTIONS",
+                "invalid digit",
+                "16",
+            ),
             (&[DATABASE, "--shutdown-grace=soon"], "SHUTDOWN_GRACE", "expected number", "20s"),
             (&[DATABASE, "--log-format=loud"], "LOG_FORMAT", "possible values", "text"),
         ] {
             let line = complaint(arguments);
             assert!(line.starts_with(&format!("error: {variable}: ")), "{line}");
-            assert!(line.contains(problem) && line.contains(&format!("for example {example}")), "{line}");
+            assert!(
+                line.contains(problem) && line.contains(&format!("for example {example}")),
+                "{line}"
+            );
             assert!(!line.contains('\n') && !line.contains("secret"), "{line}");
         }
     }
 
     #[test]
     fn secrets_stay_out_of_debug_output() {
-        let given = ["test", "--database-url=postgres://u:secret@h/d", "--nats-url=nats://u:secret@h:4222"];
+        let given =
+            ["test", "--database-url=postgres://u:secret@h/d", "--nats-url=nats://u:secret@h:4222"];
         let config = Config::try_parse_from(given).unwrap();
         assert!(!format!("{:?}", config.common).contains("secret"));
     }

@@ -58,7 +58,12 @@ pub struct Delivery<D> {
 impl<D> Delivery<D> {
     /// The trace of the request that caused the event.
     pub fn traceparent(&self) -> &str {
-        self.origin.message.headers.as_ref().and_then(|h| h.get(TRACEPARENT)).map_or("", |v| v.as_str())
+        self.origin
+            .message
+            .headers
+            .as_ref()
+            .and_then(|h| h.get(TRACEPARENT))
+            .map_or("", |v| v.as_str())
     }
 }
 
@@ -181,7 +186,10 @@ impl<H: Handler> Consumer<H> {
         let mut settled = Vec::new();
         for message in messages {
             let Some(origin) = Origin::of(message) else {
-                error!("a message without a JetStream reply subject was delivered to {}", self.durable);
+                error!(
+                    "a message without a JetStream reply subject was delivered to {}",
+                    self.durable
+                );
                 continue;
             };
             match self.read(origin) {
@@ -204,14 +212,19 @@ impl<H: Handler> Consumer<H> {
     fn read(&self, origin: Origin) -> Result<Delivery<H::Data>, (Origin, Reason, String)> {
         // Before handling, not after: a message that kills the process never gets to an "after".
         if origin.deliveries > self.max_deliveries {
-            let error = format!("delivered {} times, at most {} allowed", origin.deliveries, self.max_deliveries);
+            let error = format!(
+                "delivered {} times, at most {} allowed",
+                origin.deliveries, self.max_deliveries
+            );
             return Err((origin, Reason::DeliveryLimit, error));
         }
         match events::decode(&origin.message.payload, H::EVENT_TYPE) {
             Ok(event) => Ok(Delivery { event, origin }),
             Err(error) => {
                 let reason = match error {
-                    DecodeError::Undecodable(_) | DecodeError::SpecVersion(_) => Reason::Undecodable,
+                    DecodeError::Undecodable(_) | DecodeError::SpecVersion(_) => {
+                        Reason::Undecodable
+                    }
                     DecodeError::UnknownType(_) => Reason::UnknownType,
                 };
                 Err((origin, reason, format!("{:#}", anyhow::Error::from(error))))
@@ -220,7 +233,11 @@ impl<H: Handler> Consumer<H> {
     }
 
     /// The whole batch in one transaction, and if that fails, each delivery in its own.
-    async fn apply(&self, deliveries: &[Delivery<H::Data>], stop: &CancellationToken) -> Vec<Option<Verdict>> {
+    async fn apply(
+        &self,
+        deliveries: &[Delivery<H::Data>],
+        stop: &CancellationToken,
+    ) -> Vec<Option<Verdict>> {
         if deliveries.is_empty() {
             return Vec::new();
         }
@@ -253,7 +270,11 @@ impl<H: Handler> Consumer<H> {
         loop {
             let error = match self.handler.handle(deliveries).await {
                 Ok(verdicts) => {
-                    debug_assert_eq!(verdicts.len(), deliveries.len(), "a verdict for each delivery");
+                    debug_assert_eq!(
+                        verdicts.len(),
+                        deliveries.len(),
+                        "a verdict for each delivery"
+                    );
                     return Some(Ok(verdicts));
                 }
                 Err(error) => error,
@@ -272,7 +293,11 @@ impl<H: Handler> Consumer<H> {
 
     /// Holds what is in hand, and pulls nothing, until the database is back. A nak here would burn
     /// a delivery every few seconds, and the outage would end in the dead letters.
-    async fn wait_for_database(&self, error: &anyhow::Error, stop: &CancellationToken) -> Option<()> {
+    async fn wait_for_database(
+        &self,
+        error: &anyhow::Error,
+        stop: &CancellationToken,
+    ) -> Option<()> {
         warn!("consumer {}: waiting for the database: {error:#}", self.durable);
         let mut failures = 0;
         loop {
@@ -305,7 +330,9 @@ impl<H: Handler> Consumer<H> {
             };
             match stored.await {
                 Ok(stored) => return Some(Verdict::Reject(stored)),
-                Err(error) if self.database_answers().await => return Some(Verdict::Retry(error.into())),
+                Err(error) if self.database_answers().await => {
+                    return Some(Verdict::Retry(error.into()));
+                }
                 Err(error) => self.wait_for_database(&error.into(), stop).await?,
             }
         }
@@ -317,7 +344,11 @@ impl<H: Handler> Consumer<H> {
         let kind = match verdict {
             Verdict::Done => AckKind::Ack,
             Verdict::Duplicate(guard) => {
-                info!(stream.seq = seq, deliveries = origin.deliveries, "duplicate, absorbed by {guard:?}");
+                info!(
+                    stream.seq = seq,
+                    deliveries = origin.deliveries,
+                    "duplicate, absorbed by {guard:?}"
+                );
                 AckKind::Ack
             }
             Verdict::Retry(error) => {
@@ -333,8 +364,10 @@ impl<H: Handler> Consumer<H> {
             }
         };
         if let Err(error) = self.nats.settle(&origin.message, kind).await {
-            warn!(stream.seq = seq, "the broker did not confirm {kind:?}, it will deliver again: {error}");
+            warn!(
+                stream.seq = seq,
+                "the broker did not confirm {kind:?}, it will deliver again: {error}"
+            );
         }
     }
 }
-

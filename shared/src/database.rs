@@ -40,16 +40,26 @@ impl FromStr for DatabaseUrl {
 impl std::fmt::Debug for DatabaseUrl {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self(options) = self;
-        write!(f, "{}:{}/{}", options.get_host(), options.get_port(), options.get_database().unwrap_or_default())
+        write!(
+            f,
+            "{}:{}/{}",
+            options.get_host(),
+            options.get_port(),
+            options.get_database().unwrap_or_default()
+        )
     }
 }
 
 /// Opens no connection yet: a service starts, and says it is not ready, while its database is away.
 pub fn pool(DatabaseUrl(options): DatabaseUrl, max_connections: u32, name: &str) -> PgPool {
-    let options = options
-        .application_name(name)
+    let options = options.application_name(name).options([
+        // "Ack after commit" means that what was committed survives a crash of the server. With
+        // `off`, as a server may be configured, its last commits before a crash never were.
+        ("synchronous_commit", "on"),
         // Nothing here takes long. What does, holds locks that others wait for.
-        .options([("statement_timeout", "30s"), ("idle_in_transaction_session_timeout", "30s")]);
+        ("statement_timeout", "30s"),
+        ("idle_in_transaction_session_timeout", "30s"),
+    ]);
     PgPoolOptions::new()
         .max_connections(max_connections)
         .acquire_timeout(ACQUIRE_TIMEOUT)
@@ -63,7 +73,10 @@ pub fn pool(DatabaseUrl(options): DatabaseUrl, max_connections: u32, name: &str)
 ///
 /// # Errors
 /// When no connection is free or the database is away.
-#[expect(clippy::disallowed_methods, reason = "the one place that may begin, in a task nobody aborts")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the one place that may begin, in a task nobody aborts"
+)]
 pub async fn begin(pool: &PgPool) -> sqlx::Result<PgTransaction<'static>> {
     let pool = pool.clone();
     match tokio::spawn(async move { pool.begin().await }).await {
@@ -93,12 +106,22 @@ pub async fn check(pool: &PgPool, migrator: &Migrator) -> anyhow::Result<()> {
     let wanted = migrator.iter().map(|migration| migration.version).max().unwrap_or_default();
     // Not a checked query: the table is sqlx's own and stands in no migration.
     let found: sqlx::Result<Option<i64>> =
-        sqlx::query_scalar("select max(version) from _sqlx_migrations where success").fetch_one(pool).await;
+        sqlx::query_scalar("select max(version) from _sqlx_migrations where success")
+            .fetch_one(pool)
+            .await;
     let found = match found {
         Ok(version) => version.unwrap_or_default(),
-        Err(error) if error.as_database_error().and_then(|e| e.code()).as_deref() == Some(UNDEFINED_TABLE) => 0,
+        Err(error)
+            if error.as_database_error().and_then(|e| e.code()).as_deref()
+                == Some(UNDEFINED_TABLE) =>
+        {
+            0
+        }
         Err(error) => return Err(error).context("the database does not answer"),
     };
-    ensure!(found >= wanted, "the schema is at migration {found}, this binary wants {wanted}; run `setup`");
+    ensure!(
+        found >= wanted,
+        "the schema is at migration {found}, this binary wants {wanted}; run `setup`"
+    );
     Ok(())
 }

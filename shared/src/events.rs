@@ -23,7 +23,9 @@ pub const PAYMENT_CONFIRMED: &str = "payment.confirmed.v1";
 /// The `CloudEvents` `id`: made when the outbox row is written, the same in every repetition.
 ///
 /// A `UUIDv7`, so ids made one after another lie side by side in the inbox index.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, sqlx::Type)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, sqlx::Type,
+)]
 #[sqlx(transparent)]
 pub struct EventId(Uuid);
 
@@ -210,20 +212,24 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read_and_unknown_fields_are_ignored() {
-        let newer = GOLDEN.replace(r#""currency""#, r#""giftWrap": true, "currency""#).replace(r#""source""#, r#""dataschema": "x", "source""#);
+        let newer = GOLDEN
+            .replace(r#""currency""#, r#""giftWrap": true, "currency""#)
+            .replace(r#""source""#, r#""dataschema": "x", "source""#);
         for body in [GOLDEN, &newer] {
-            let read: Received<PaymentConfirmed> = decode(body.as_bytes(), PAYMENT_CONFIRMED).unwrap();
+            let read: Received<PaymentConfirmed> =
+                decode(body.as_bytes(), PAYMENT_CONFIRMED).unwrap();
             assert_eq!(read, Received { id: id(), data: payment() });
         }
     }
 
     #[test]
     fn what_cannot_be_read_or_is_not_known_says_which() {
-        let verdict = |body: &str| match decode::<PaymentConfirmed>(body.as_bytes(), PAYMENT_CONFIRMED) {
-            Ok(_) => "read",
-            Err(DecodeError::UnknownType(_)) => "unknown type",
-            Err(DecodeError::Undecodable(_) | DecodeError::SpecVersion(_)) => "undecodable",
-        };
+        let verdict =
+            |body: &str| match decode::<PaymentConfirmed>(body.as_bytes(), PAYMENT_CONFIRMED) {
+                Ok(_) => "read",
+                Err(DecodeError::UnknownType(_)) => "unknown type",
+                Err(DecodeError::Undecodable(_) | DecodeError::SpecVersion(_)) => "undecodable",
+            };
         assert_eq!(verdict(GOLDEN), "read");
         assert_eq!(verdict("not json"), "undecodable");
         assert_eq!(verdict("{}"), "undecodable");

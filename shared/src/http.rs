@@ -40,7 +40,12 @@ pub struct Problem {
 
 impl Problem {
     /// `code` is for programs, `title` says the same in words, `detail` what to do about it.
-    pub fn new(status: StatusCode, code: &'static str, title: &'static str, detail: impl Into<String>) -> Self {
+    pub fn new(
+        status: StatusCode,
+        code: &'static str,
+        title: &'static str,
+        detail: impl Into<String>,
+    ) -> Self {
         let problem_type = format!("/problems/{code}");
         Self { problem_type, title, status: status.as_u16(), detail: detail.into(), code }
     }
@@ -48,7 +53,10 @@ impl Problem {
 
 impl IntoResponse for Problem {
     fn into_response(self) -> Response {
-        problem_json(StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), &self)
+        problem_json(
+            StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR),
+            &self,
+        )
     }
 }
 
@@ -76,7 +84,8 @@ pub fn ready(checks: impl IntoIterator<Item = Check>) -> Response {
     if failing.is_empty() {
         return Json(json!({ "status": "ready", "checks": names })).into_response();
     }
-    let detail = failing.iter().map(|(name, why)| format!("{name}: {}", why.as_str().unwrap_or_default()));
+    let detail =
+        failing.iter().map(|(name, why)| format!("{name}: {}", why.as_str().unwrap_or_default()));
     let problem = json!({
         "type": "/problems/not_ready",
         "title": "Not ready",
@@ -134,7 +143,8 @@ pub async fn healthcheck(address: SocketAddr) -> anyhow::Result<()> {
         let mut connection = TcpStream::connect(address)
             .await
             .with_context(|| format!("nothing listens on {address}"))?;
-        let request = format!("GET /readyz HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+        let request =
+            format!("GET /readyz HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
         connection.write_all(request.as_bytes()).await?;
         let mut answer = String::new();
         connection.read_to_string(&mut answer).await?;

@@ -60,15 +60,19 @@ impl Lifecycle {
 
     /// Runs `work` to its end even if the caller is dropped half way, as a request handler is when
     /// its client hangs up. A transaction is finished or rolled back, never left.
-    pub async fn detached<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> T {
+    pub async fn detached<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> T {
         match self.tasks.spawn(work.instrument(Span::current())).await {
             Ok(done) => done,
             Err(panicked) => std::panic::resume_unwind(panicked.into_panic()),
         }
     }
 
-    /// Waits for a signal or a failed worker, then until all tasks are done, at most `grace`.
-    pub async fn run(&self, grace: Duration) -> ExitCode {
+    /// Waits for a signal or a failed worker, then until all tasks are done and `close` after them,
+    /// at most `grace`.
+    pub async fn run(&self, grace: Duration, close: impl Future<Output = ()>) -> ExitCode {
         let mut interrupt = signal(SignalKind::interrupt()).expect("signals can be listened to");
         let mut terminate = signal(SignalKind::terminate()).expect("signals can be listened to");
         let mut signalled = async || {
@@ -83,12 +87,16 @@ impl Lifecycle {
         }
         self.stop.cancel();
         self.tasks.close();
+        let drain = async {
+            self.tasks.wait().await;
+            close.await;
+        };
         let drained = tokio::select! {
-            drained = timeout(grace, self.tasks.wait()) => drained.is_ok(),
+            drained = timeout(grace, drain) => drained.is_ok(),
             name = signalled() => { error!("{name}: aborted"); false }
         };
         if !drained {
-            error!("{} tasks were not done", self.tasks.len());
+            error!("not everything was done; {} tasks are cut off", self.tasks.len());
         }
         if drained && self.failed.get().is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }

@@ -90,7 +90,8 @@ pub async fn connect(servers: &ServerAddresses, name: &str) -> anyhow::Result<Na
         .connect(servers.0.as_slice())
         .await
         .context("cannot start the NATS client")?;
-    let js = jetstream::context::ContextBuilder::new().timeout(REQUEST_TIMEOUT).build(client.clone());
+    let js =
+        jetstream::context::ContextBuilder::new().timeout(REQUEST_TIMEOUT).build(client.clone());
     Ok(Nats { client, js, closed: Arc::new(closed_seen) })
 }
 

@@ -9,12 +9,7 @@
 //! aggregate at a time: the batch goes out in waves, and an aggregate whose row failed sits out the
 //! rest of them.
 
-use std::{
-    collections::HashSet,
-    error::Error as _,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::HashSet, error::Error as _, sync::Arc, time::Duration};
 
 use async_nats::{
     HeaderMap,
@@ -43,6 +38,8 @@ const RETRY_BASE: Duration = Duration::from_millis(100);
 /// Also the longest that a row waits once the broker is well again.
 const RETRY_CAP: Duration = Duration::from_secs(5);
 
+/// How often a relay without a connection looks for one.
+const RECONNECT_LOOK: Duration = Duration::from_millis(200);
 const STUCK_BEFORE_NOT_READY: u32 = 2;
 
 /// Publishes the outbox of one database to one stream.
@@ -131,7 +128,7 @@ impl Relay {
                 Ok(Outcome::Disconnected) => {
                     // The check "nats" says it already. No wake-up: rows cannot go anywhere.
                     self.health.ok();
-                    (self.poll_interval, false)
+                    (RECONNECT_LOOK, false)
                 }
                 Ok(Outcome::Stuck(reason)) => {
                     failures += 1;

@@ -1,7 +1,7 @@
 //! Logs, and the trace a request starts: kept in the outbox row, sent as a header, logged by the
 //! consumer. So one id finds everything that one request caused, in both services.
 
-use std::sync::LazyLock;
+use std::{io::IsTerminal as _, sync::LazyLock};
 
 use clap::ValueEnum;
 use tracing_subscriber::{EnvFilter, fmt};
@@ -25,11 +25,13 @@ pub enum LogFormat {
 /// When `RUST_LOG` cannot be read, or logging was started before.
 pub fn init(format: LogFormat) -> anyhow::Result<()> {
     let filter = match std::env::var(EnvFilter::DEFAULT_ENV) {
-        Ok(filter) if !filter.is_empty() => EnvFilter::try_new(filter)
-            .map_err(|error| anyhow::anyhow!("RUST_LOG cannot be read: {error}; an example: info,sqlx=warn"))?,
+        Ok(filter) if !filter.is_empty() => EnvFilter::try_new(filter).map_err(|error| {
+            anyhow::anyhow!("RUST_LOG cannot be read: {error}; an example: info,sqlx=warn")
+        })?,
         _ => EnvFilter::new("info"),
     };
-    let lines = fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let stderr = std::io::stderr;
+    let lines = fmt().with_env_filter(filter).with_ansi(stderr().is_terminal()).with_writer(stderr);
     match format {
         LogFormat::Text => lines.try_init(),
         LogFormat::Json => lines.json().flatten_event(true).try_init(),
@@ -51,7 +53,8 @@ impl TraceParent {
 
     fn parse(text: &str) -> Option<Self> {
         let mut parts = text.split('-');
-        let (version, trace, parent, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
+        let (version, trace, parent, flags) =
+            (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
         let hex = |part: &str, length| {
             part.len() == length && part.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
         };
@@ -91,10 +94,20 @@ mod tests {
     fn a_valid_trace_is_kept_and_anything_else_starts_a_new_one() {
         let given = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
         assert_eq!(TraceParent::from_request(Some(given)).as_str(), given);
-        for bad in ["", "00-4bf9-00f0-01", &given.to_uppercase(), &given.replace("4bf92f3577b34da6a3ce929d0e0e4736", &"0".repeat(32)), &format!("{given}-x")] {
+        for bad in [
+            "",
+            "00-4bf9-00f0-01",
+            &given.to_uppercase(),
+            &given.replace("4bf92f3577b34da6a3ce929d0e0e4736", &"0".repeat(32)),
+            &format!("{given}-x"),
+        ] {
             let made = TraceParent::from_request(Some(bad));
             assert_ne!(made.as_str(), bad);
-            assert_eq!(TraceParent::parse(made.as_str()), Some(made.clone()), "what we make is valid");
+            assert_eq!(
+                TraceParent::parse(made.as_str()),
+                Some(made.clone()),
+                "what we make is valid"
+            );
         }
     }
 }

@@ -147,7 +147,12 @@ pub struct Drift {
     found: String,
 }
 
-fn differ<T: PartialEq + Debug>(asset: &str, field: &'static str, wanted: &T, found: &T) -> Result<(), Drift> {
+fn differ<T: PartialEq + Debug>(
+    asset: &str,
+    field: &'static str,
+    wanted: &T,
+    found: &T,
+) -> Result<(), Drift> {
     if wanted == found {
         return Ok(());
     }

@@ -92,7 +92,9 @@ id! {
 }
 
 /// An amount in minor units (cents of EUR, whole JPY), from 1 to [`MAX_AMOUNT_MINOR`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, sqlx::Type)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, sqlx::Type,
+)]
 #[serde(try_from = "i64")]
 #[sqlx(transparent)]
 pub struct AmountMinor(i64);
@@ -167,7 +169,10 @@ mod tests {
         for refused in [i64::MIN, -1, 0, MAX_AMOUNT_MINOR + 1, i64::MAX] {
             assert_eq!(AmountMinor::try_from(refused), Err(InvalidValue::Amount));
         }
-        assert_eq!(AmountMinor::try_from(MAX_AMOUNT_MINOR).map(AmountMinor::get), Ok(MAX_AMOUNT_MINOR));
+        assert_eq!(
+            AmountMinor::try_from(MAX_AMOUNT_MINOR).map(AmountMinor::get),
+            Ok(MAX_AMOUNT_MINOR)
+        );
     }
 
     #[test]
@@ -176,7 +181,11 @@ mod tests {
             assert!(Currency::try_from(known.to_owned()).is_ok(), "{known}");
         }
         for refused in ["", "eur", "Eur", "EURO", "ZZZ", "E R", "€"] {
-            assert_eq!(Currency::try_from(refused.to_owned()), Err(InvalidValue::Currency), "{refused}");
+            assert_eq!(
+                Currency::try_from(refused.to_owned()),
+                Err(InvalidValue::Currency),
+                "{refused}"
+            );
         }
     }
 }

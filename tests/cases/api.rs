@@ -18,7 +18,10 @@ fn assert_problem(answer: &Answer, status: u16, code: &str, what: &str) {
     assert_eq!(answer.content_type, "application/problem+json", "{what}");
     assert_eq!(answer.body["status"], status, "{what}");
     for member in ["type", "title", "detail"] {
-        assert!(answer.body[member].as_str().is_some_and(|text| !text.is_empty()), "{what}: {member}");
+        assert!(
+            answer.body[member].as_str().is_some_and(|text| !text.is_empty()),
+            "{what}: {member}"
+        );
     }
 }
 
@@ -31,7 +34,12 @@ async fn an_order_is_placed_once_and_paid_once_and_the_answers_do_not_change() {
     assert_eq!(placed.body["status"], "pending");
     let again = api.place("A-1", AMOUNT).await.unwrap();
     assert_eq!((again.status, &again.body), (200, &placed.body));
-    assert_problem(&api.place("A-1", AMOUNT + 1).await.unwrap(), 409, "order_differs", "another order");
+    assert_problem(
+        &api.place("A-1", AMOUNT + 1).await.unwrap(),
+        409,
+        "order_differs",
+        "another order",
+    );
 
     let paid = api.confirm("tx-1", "A-1", AMOUNT).await.unwrap();
     assert_eq!(paid.status, 201);
@@ -61,7 +69,14 @@ async fn every_refusal_has_its_status_and_code_and_changes_nothing() {
     for (what, transaction, order, amount, status, code) in [
         ("no such order", "tx-9", "nope", AMOUNT, 404, "unknown_order"),
         ("the transaction with another order", "tx-1", "A-2", AMOUNT, 409, "transaction_conflict"),
-        ("the transaction with another amount", "tx-1", "A-1", AMOUNT + 1, 409, "transaction_conflict"),
+        (
+            "the transaction with another amount",
+            "tx-1",
+            "A-1",
+            AMOUNT + 1,
+            409,
+            "transaction_conflict",
+        ),
         ("the transaction with no order", "tx-1", "nope", AMOUNT, 409, "transaction_conflict"),
         ("another transaction", "tx-2", "A-1", AMOUNT, 409, "already_paid"),
         ("another amount", "tx-3", "A-3", AMOUNT - 1, 422, "amount_mismatch"),
@@ -125,7 +140,9 @@ async fn bad_input_is_refused_with_a_reason_that_names_the_field() {
     }
 
     let raw = |body: Vec<u8>, content_type: &'static str| {
-        answer(api.client().post(api.url("/payments")).header("content-type", content_type).body(body))
+        answer(
+            api.client().post(api.url("/payments")).header("content-type", content_type).body(body),
+        )
     };
     const JSON: &str = "application/json";
     for broken in [&b"{"[..], b"", b"\xff\xfe", b"{} {}", b"null"] {
@@ -188,11 +205,19 @@ async fn a_payment_without_its_event_does_not_exist() {
         .execute(&world.orders)
         .await
         .unwrap();
-    assert_problem(&api.confirm("tx-1", "A-1", AMOUNT).await.unwrap(), 500, "internal", "no outbox");
+    assert_problem(
+        &api.confirm("tx-1", "A-1", AMOUNT).await.unwrap(),
+        500,
+        "internal",
+        "no outbox",
+    );
     assert_eq!(number(&world.orders, "select count(*) from payments").await, 0);
     assert_eq!(api.get("/orders/A-1").await.unwrap().body["status"], "pending");
 
-    sqlx::raw_sql("alter table outbox drop constraint full_disk").execute(&world.orders).await.unwrap();
+    sqlx::raw_sql("alter table outbox drop constraint full_disk")
+        .execute(&world.orders)
+        .await
+        .unwrap();
     assert_eq!(api.confirm("tx-1", "A-1", AMOUNT).await.unwrap().status, 201, "it can be repeated");
 }
 
@@ -264,11 +289,16 @@ async fn the_trace_of_a_request_reaches_the_consumers_log() {
     api.place("A-1", AMOUNT).await.unwrap();
     let traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
     let request = api.client().post(api.url("/payments")).header("traceparent", traceparent);
-    assert_eq!(answer(request.json(&confirmation("tx-1", "A-1", AMOUNT))).await.unwrap().status, 201);
+    assert_eq!(
+        answer(request.json(&confirmation("tx-1", "A-1", AMOUNT))).await.unwrap().status,
+        201
+    );
     world.settled(LIMIT).await.unwrap();
 
-    let kept: String =
-        sqlx::query_scalar("select traceparent from outbox").fetch_one(&world.orders).await.unwrap();
+    let kept: String = sqlx::query_scalar("select traceparent from outbox")
+        .fetch_one(&world.orders)
+        .await
+        .unwrap();
     assert_eq!(kept, traceparent);
     let message = world.broker.messages().await.unwrap().remove(0);
     assert_eq!(message.traceparent.as_deref(), Some(traceparent));

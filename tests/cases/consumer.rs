@@ -4,10 +4,12 @@ use std::time::Duration;
 
 use async_nats::jetstream::{AckKind, consumer::PullConsumer};
 use e2e::{services::Kind, wait::eventually, world::World};
-use futures_util::StreamExt as _;
 use fulfillment_service::{CONSUMER, intake::Intake};
+use futures_util::StreamExt as _;
 use serde_json::Value;
-use shared::{consumer::Consumer, database, inbox, lifecycle::Health, topology, values::TransactionId};
+use shared::{
+    consumer::Consumer, database, inbox, lifecycle::Health, topology, values::TransactionId,
+};
 use sqlx::Row as _;
 use tokio_util::sync::CancellationToken;
 
@@ -102,10 +104,11 @@ async fn another_payment_under_a_used_key_is_set_aside_and_never_applied() {
     consumed(&world).await;
 
     assert_eq!(number(&world.fulfillment, DISPATCHES).await, 2, "the first and the one behind");
-    let letters = sqlx::query("select reason, error, body, stream_seq from dead_letters order by stream_seq")
-        .fetch_all(&world.fulfillment)
-        .await
-        .unwrap();
+    let letters =
+        sqlx::query("select reason, error, body, stream_seq from dead_letters order by stream_seq")
+            .fetch_all(&world.fulfillment)
+            .await
+            .unwrap();
     assert_eq!(letters.len(), conflicts.len());
     for (letter, conflict) in letters.iter().zip(&conflicts) {
         assert_eq!(letter.get::<String, _>("reason"), "transaction_conflict");
@@ -125,7 +128,10 @@ async fn what_cannot_be_read_is_kept_with_its_bytes_and_those_behind_it_flow() {
         ("undecodable", b"".to_vec()),
         ("undecodable", b"not json".to_vec()),
         ("undecodable", vec![0, 159, 146, 150, 0]),
-        ("undecodable", br#"{"specversion":"1.0","id":"1","type":"payment.confirmed.v1","data":{}}"#.to_vec()),
+        (
+            "undecodable",
+            br#"{"specversion":"1.0","id":"1","type":"payment.confirmed.v1","data":{}}"#.to_vec(),
+        ),
         ("undecodable", readable.replace("A-9", "A\\u0000").into_bytes()),
         ("undecodable", readable.replace("1999", "-1999").into_bytes()),
         ("undecodable", vec![b'['; 100_000]),
@@ -139,10 +145,12 @@ async fn what_cannot_be_read_is_kept_with_its_bytes_and_those_behind_it_flow() {
     consumed(&world).await;
 
     assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1);
-    let letters = sqlx::query("select reason, body, consumer, stream, subject from dead_letters order by stream_seq")
-        .fetch_all(&world.fulfillment)
-        .await
-        .unwrap();
+    let letters = sqlx::query(
+        "select reason, body, consumer, stream, subject from dead_letters order by stream_seq",
+    )
+    .fetch_all(&world.fulfillment)
+    .await
+    .unwrap();
     assert_eq!(letters.len(), unreadable.len());
     for (letter, (reason, body)) in letters.iter().zip(&unreadable) {
         assert_eq!(letter.get::<String, _>("reason"), *reason);
@@ -171,7 +179,11 @@ async fn a_handler_that_fails_for_ever_ends_in_the_dead_letters_and_drags_nobody
     let poison = bytes(&event("tx-1", "A-1", AMOUNT));
     world.broker.publish(&poison, None).await.unwrap();
     for n in 2..=50 {
-        world.broker.publish(&bytes(&event(&format!("tx-{n}"), &format!("A-{n}"), AMOUNT)), None).await.unwrap();
+        world
+            .broker
+            .publish(&bytes(&event(&format!("tx-{n}"), &format!("A-{n}"), AMOUNT)), None)
+            .await
+            .unwrap();
     }
     let plan = world.plan(Kind::Fulfillment).unwrap().with("CONSUMER_MAX_DELIVERIES", "3");
     let _fulfillment = plan.start().await.unwrap();
@@ -183,7 +195,11 @@ async fn a_handler_that_fails_for_ever_ends_in_the_dead_letters_and_drags_nobody
     })
     .await
     .unwrap();
-    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0, "long before the poison is given up");
+    assert_eq!(
+        number(&world.fulfillment, DEAD_LETTERS).await,
+        0,
+        "long before the poison is given up"
+    );
     consumed(&world).await;
     let letter = sqlx::query("select reason, error, body, deliveries from dead_letters")
         .fetch_one(&world.fulfillment)
@@ -297,7 +313,11 @@ async fn duplicates_within_one_batch_are_one_dispatch() {
             .fetch_one(&world.fulfillment)
             .await
             .unwrap();
-    assert_eq!((dispatched.0.as_str(), dispatched.1), ("tx-1", AMOUNT), "the first in the stream wins");
+    assert_eq!(
+        (dispatched.0.as_str(), dispatched.1),
+        ("tx-1", AMOUNT),
+        "the first in the stream wins"
+    );
     assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1);
     assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 1);
     assert_eq!(world.broker.consumer_backlog().await.unwrap(), (0, 0), "all five are settled");
@@ -341,7 +361,9 @@ async fn a_dead_letter_keeps_the_headers() {
     let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
     world.broker.publish(b"?", Some("an id")).await.unwrap();
     consumed(&world).await;
-    let headers: Value =
-        sqlx::query_scalar("select headers from dead_letters").fetch_one(&world.fulfillment).await.unwrap();
+    let headers: Value = sqlx::query_scalar("select headers from dead_letters")
+        .fetch_one(&world.fulfillment)
+        .await
+        .unwrap();
     assert_eq!(headers["Nats-Msg-Id"][0], "an id");
 }

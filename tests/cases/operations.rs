@@ -24,9 +24,10 @@ async fn setup_is_idempotent_and_safe_when_several_run_at_once() {
             assert_eq!(code.unwrap(), 0);
         }
     }
-    for (stream, consumers) in
-        [(topology::ORDERS, vec!["fulfillment"]), (topology::FULFILLMENT, vec!["notifications", "orders"])]
-    {
+    for (stream, consumers) in [
+        (topology::ORDERS, vec!["fulfillment"]),
+        (topology::FULFILLMENT, vec!["notifications", "orders"]),
+    ] {
         let stream = world.broker.js.get_stream(stream).await.unwrap();
         assert_eq!(stream.cached_info().state.consumer_count, consumers.len());
         for consumer in consumers {
@@ -42,7 +43,10 @@ async fn setup_starts_from_nothing_and_serve_is_ready_only_after_it() {
     for stream in [topology::ORDERS, topology::FULFILLMENT] {
         world.broker.js.delete_stream(stream).await.unwrap();
     }
-    sqlx::raw_sql("drop schema public cascade; create schema public").execute(&world.orders).await.unwrap();
+    sqlx::raw_sql("drop schema public cascade; create schema public")
+        .execute(&world.orders)
+        .await
+        .unwrap();
     let orders = world.start(Kind::Orders).await.unwrap();
     let api = Api::new(orders.url());
     let answer = api.get("/readyz").await.unwrap();
@@ -98,7 +102,10 @@ async fn a_wrong_setting_stops_the_start_with_one_line_and_without_its_value() {
         assert!(missing.starts_with("error: DATABASE_URL: is not set"), "{missing}");
         assert!(missing.contains("for example postgres://"), "{missing}");
         let malformed = complain(&[("DATABASE_URL", "hunter2")]);
-        assert!(malformed.starts_with("error: DATABASE_URL: is not a PostgreSQL URL"), "{malformed}");
+        assert!(
+            malformed.starts_with("error: DATABASE_URL: is not a PostgreSQL URL"),
+            "{malformed}"
+        );
         const GOOD: (&str, &str) = ("DATABASE_URL", "postgres://u:hunter2@127.0.0.1/x");
         let malformed = complain(&[GOOD, ("HTTP_ADDR", "here")]);
         assert!(malformed.starts_with("error: HTTP_ADDR: "), "{malformed}");
@@ -120,9 +127,10 @@ async fn a_second_signal_aborts_the_drain() {
     };
     let abort = async {
         eventually("the payment is under way", LIMIT, async || {
-            let waiting: i64 = sqlx::query_scalar("select count(*) from pg_locks where not granted")
-                .fetch_one(&world.orders)
-                .await?;
+            let waiting: i64 =
+                sqlx::query_scalar("select count(*) from pg_locks where not granted")
+                    .fetch_one(&world.orders)
+                    .await?;
             anyhow::ensure!(waiting > 0, "not yet");
             Ok(())
         })
@@ -184,7 +192,8 @@ async fn a_harness_that_is_killed_leaves_no_process_behind() {
     });
     eventually("all four are gone", LIMIT, async || {
         for pid in &pids {
-            let alive = Command::new("kill").args(["-0", &pid.to_string()]).output()?.status.success();
+            let alive =
+                Command::new("kill").args(["-0", &pid.to_string()]).output()?.status.success();
             anyhow::ensure!(!alive, "process {pid} is still there");
         }
         Ok(())

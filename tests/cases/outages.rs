@@ -51,7 +51,11 @@ async fn ready(api: &Api) {
 async fn failing(api: &Api, check: &str) {
     eventually("readiness names the failing check", LIMIT, async || {
         let answer = api.get("/readyz").await?;
-        anyhow::ensure!(answer.status == 503 && answer.body["failing"].get(check).is_some(), "{}", answer.body);
+        anyhow::ensure!(
+            answer.status == 503 && answer.body["failing"].get(check).is_some(),
+            "{}",
+            answer.body
+        );
         Ok(())
     })
     .await
@@ -89,10 +93,14 @@ async fn an_outage_of_the_database_costs_no_message_and_no_delivery() {
     };
     let ((paid, _), ()) = tokio::join!(load, outage);
     eventually("everything is dispatched", AFTER, async || {
-        let dispatches: i64 =
-            sqlx::query_scalar("select count(*) from dispatches").fetch_one(&world.fulfillment).await?;
-        anyhow::ensure!(dispatches == paid as i64, "{dispatches} of {paid}");
-        anyhow::ensure!(world.broker.consumer_backlog().await? == (0, 0), "not all acked");
+        let dispatches: i64 = sqlx::query_scalar("select count(*) from dispatches")
+            .fetch_one(&world.fulfillment)
+            .await?;
+        let backlog = world.broker.consumer_backlog().await?;
+        let stored = world.broker.count().await?;
+        let state =
+            format!("{dispatches} of {paid} dispatched, {stored} stored, backlog {backlog:?}");
+        anyhow::ensure!(dispatches == paid as i64 && backlog == (0, 0), state);
         Ok(())
     })
     .await
@@ -120,7 +128,8 @@ async fn payments_go_on_while_the_broker_is_away(signal: &str) {
         world.nats.stop(signal).await.unwrap();
         failing(&api, "nats").await;
         last(OUTAGE).await;
-        let waiting = number(&world.orders, "select count(*) from outbox where published_at is null").await;
+        let waiting =
+            number(&world.orders, "select count(*) from outbox where published_at is null").await;
         assert!(waiting > 100, "the outbox is the buffer: {waiting} rows wait");
         world.nats.start_again().await.unwrap();
         ready(&api).await;
@@ -150,7 +159,8 @@ async fn confirm_stubbornly(apis: &[Api], order: &str) {
     let transaction = format!("tx-{order}");
     for attempt in 0.. {
         let api = &apis[attempt % apis.len()];
-        let placed = api.place(order, AMOUNT).await.is_ok_and(|answer| matches!(answer.status, 200 | 201));
+        let placed =
+            api.place(order, AMOUNT).await.is_ok_and(|answer| matches!(answer.status, 200 | 201));
         if placed
             && let Ok(answer) = api.confirm(&transaction, order, AMOUNT).await
             && matches!(answer.status, 200 | 201)
@@ -166,7 +176,9 @@ async fn five_processes_killed_at_random_dispatch_every_payment_once() {
     const PAYMENTS: usize = 5000;
     let world = World::new().await.unwrap();
     let mut services = Vec::new();
-    for kind in [Kind::Orders, Kind::Orders, Kind::Fulfillment, Kind::Fulfillment, Kind::Fulfillment] {
+    for kind in
+        [Kind::Orders, Kind::Orders, Kind::Fulfillment, Kind::Fulfillment, Kind::Fulfillment]
+    {
         services.push(world.start(kind).await.unwrap());
     }
     let apis: Vec<Api> = services[..2].iter().map(|service| Api::new(service.url())).collect();

@@ -86,13 +86,25 @@ async fn events_of_one_order_keep_their_order_when_one_fails_and_hold_nobody_els
     assert_eq!(relay.step().await.unwrap(), Outcome::Worked { published: 10, failed: 1 });
     let stored = ids(&world.broker.messages().await.unwrap());
     assert_eq!(stored.len(), 10, "all of B, C and D, and the first of A");
-    assert!(stored.contains(&of_a[0]) && !stored.contains(&of_a[2]), "the third waits for the second");
-    assert_eq!(number(&world.orders, "select count(*) from outbox where last_error is not null").await, 1);
+    assert!(
+        stored.contains(&of_a[0]) && !stored.contains(&of_a[2]),
+        "the third waits for the second"
+    );
+    assert_eq!(
+        number(&world.orders, "select count(*) from outbox where last_error is not null").await,
+        1
+    );
 
-    sqlx::query(divert).bind(&of_a[1]).bind("orders.payment.confirmed").execute(&world.orders).await.unwrap();
+    sqlx::query(divert)
+        .bind(&of_a[1])
+        .bind("orders.payment.confirmed")
+        .execute(&world.orders)
+        .await
+        .unwrap();
     eventually("the backlog is gone", LIMIT, async || {
         relay.step().await?;
-        let pending = number(&world.orders, "select count(*) from outbox where published_at is null").await;
+        let pending =
+            number(&world.orders, "select count(*) from outbox where published_at is null").await;
         anyhow::ensure!(pending == 0, "{pending} rows wait");
         Ok(())
     })
@@ -116,7 +128,10 @@ async fn poison_at_the_head_does_not_starve_the_rest() {
     for n in 0..100 {
         enqueue(&world.orders, &event(&format!("tx-{n}"), &format!("A-{n}"), AMOUNT)).await;
     }
-    assert!(matches!(relay.step().await.unwrap(), Outcome::Stuck(_)), "nothing of this batch arrives");
+    assert!(
+        matches!(relay.step().await.unwrap(), Outcome::Stuck(_)),
+        "nothing of this batch arrives"
+    );
     eventually("the others are published", Duration::from_secs(5), async || {
         relay.step().await?;
         let stored = world.broker.count().await?;
@@ -125,7 +140,10 @@ async fn poison_at_the_head_does_not_starve_the_rest() {
     })
     .await
     .unwrap();
-    assert_eq!(number(&world.orders, "select count(*) from outbox where published_at is null").await, 20);
+    assert_eq!(
+        number(&world.orders, "select count(*) from outbox where published_at is null").await,
+        20
+    );
 }
 
 #[tokio::test]
@@ -148,7 +166,10 @@ async fn a_row_that_can_never_be_published_is_parked_and_only_its_order_waits() 
         .await
         .unwrap();
         relay.step().await.unwrap();
-        assert_eq!(number(&world.orders, "select count(*) from outbox where parked_at is not null").await, 1);
+        assert_eq!(
+            number(&world.orders, "select count(*) from outbox where parked_at is not null").await,
+            1
+        );
     }
     assert_eq!(world.broker.count().await.unwrap(), 1, "B-1 went out");
     assert_eq!(relay.step().await.unwrap(), Outcome::Idle, "a parked row is not tried again");
@@ -228,7 +249,10 @@ async fn nothing_is_taken_or_marked_without_a_broker() {
     })
     .await
     .unwrap();
-    assert_eq!(number(&world.orders, "select count(*) from outbox where published_at is not null").await, 0);
+    assert_eq!(
+        number(&world.orders, "select count(*) from outbox where published_at is not null").await,
+        0
+    );
     world.nats.start_again().await.unwrap();
     eventually("it is published", LIMIT, async || {
         let outcome = relay.step().await?;
@@ -244,9 +268,15 @@ async fn a_stream_that_was_not_meant_halts_the_relay() {
     let world = World::new().await.unwrap();
     let relay = relay(&world.orders, &world.nats.url(), 500).await;
     enqueue(&world.orders, &event("tx-1", "A-1", AMOUNT)).await;
-    sqlx::query("update outbox set subject = 'fulfillment.misrouted'").execute(&world.orders).await.unwrap();
+    sqlx::query("update outbox set subject = 'fulfillment.misrouted'")
+        .execute(&world.orders)
+        .await
+        .unwrap();
     assert!(matches!(relay.step().await.unwrap(), Outcome::Stuck(_)));
-    assert_eq!(number(&world.orders, "select count(*) from outbox where published_at is not null").await, 0);
+    assert_eq!(
+        number(&world.orders, "select count(*) from outbox where published_at is not null").await,
+        0
+    );
     let other = world.broker.js.get_stream(topology::FULFILLMENT).await.unwrap();
     assert_eq!(other.cached_info().state.messages, 0, "the other stream did not get it");
 }
@@ -326,5 +356,8 @@ async fn no_transaction_is_open_while_the_broker_is_waited_for() {
     let open = "select count(*) from pg_stat_activity where datname = current_database()
                 and application_name like 'orders-service-%' and xact_start is not null";
     assert_eq!(number(&world.orders, open).await, 0);
-    assert_eq!(number(&world.orders, "select count(*) from outbox where published_at is not null").await, 0);
+    assert_eq!(
+        number(&world.orders, "select count(*) from outbox where published_at is not null").await,
+        0
+    );
 }

@@ -5,14 +5,13 @@ use std::{
     ffi::{OsStr, OsString},
     fs,
     path::Path,
-    process::Command,
     time::SystemTime,
 };
 
 use anyhow::{Context as _, ensure};
 use e2e::{
     servers::{Postgres, find_nats, find_postgres, root},
-    services::build,
+    services::{self, build},
 };
 use sqlx::PgPool;
 
@@ -27,10 +26,16 @@ pub(crate) fn test(arguments: &[String]) -> anyhow::Result<()> {
 
 pub(crate) async fn all(no_tests: bool) -> anyhow::Result<()> {
     step("fmt", cargo(&["fmt", "--all", "--check"], &[]))?;
-    step("clippy", cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[]))?;
-    step("docs", cargo(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings".into())]))?;
+    step(
+        "clippy",
+        cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[]),
+    )?;
+    step(
+        "docs",
+        cargo(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings".into())]),
+    )?;
     step("queries", compare_queries().await)?;
-    if Command::new("cargo").args(["deny", "--version"]).output().is_ok_and(|o| o.status.success()) {
+    if services::cargo().args(["deny", "--version"]).output().is_ok_and(|o| o.status.success()) {
         step("deny", cargo(&["deny", "--workspace", "check"], &[]))?;
     } else {
         println!("== deny: cargo-deny is not installed, skipped");
@@ -47,8 +52,8 @@ fn step(name: &str, outcome: anyhow::Result<()>) -> anyhow::Result<()> {
 fn cargo(arguments: &[impl AsRef<OsStr>], environment: &[(&str, OsString)]) -> anyhow::Result<()> {
     let line: Vec<_> = arguments.iter().map(|a| a.as_ref().to_string_lossy()).collect();
     println!("== cargo {}", line.join(" "));
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
-    command.args(arguments).envs(environment.iter().cloned()).current_dir(root());
+    let mut command = services::cargo();
+    command.args(arguments).envs(environment.iter().cloned());
     ensure!(command.status().context("cannot run cargo")?.success(), "cargo {}", line.join(" "));
     Ok(())
 }
@@ -102,11 +107,14 @@ async fn describe_queries(folder: &Path) -> anyhow::Result<()> {
     }
     // `shared` first, against the database that has all its tables; the services then find it
     // compiled, and are each asked against their own.
-    for (package, database) in
-        [("shared", "fulfillment"), ("orders-service", "orders"), ("fulfillment-service", "fulfillment")]
-    {
+    for (package, database) in [
+        ("shared", "fulfillment"),
+        ("orders-service", "orders"),
+        ("fulfillment-service", "fulfillment"),
+    ] {
         // Macros are expanded again only if a source is newer than the last time.
-        let source = fs::File::options().write(true).open(root().join(package).join("src/lib.rs"))?;
+        let source =
+            fs::File::options().write(true).open(root().join(package).join("src/lib.rs"))?;
         source.set_modified(SystemTime::now())?;
         cargo(
             &["check", "--package", package, "--lib"],

@@ -43,7 +43,10 @@ pub(crate) async fn run() -> anyhow::Result<()> {
     let show = Timeline::new();
     show.chapter("1. Servers and services");
     let given = |name: &str| std::env::var_os(name).map(|_| format!("as given in {name}"));
-    show.line("postgres", &given("DATABASE_SERVER_URL").map_or_else(|| postgres.map(|f| f.how), Ok)?);
+    show.line(
+        "postgres",
+        &given("DATABASE_SERVER_URL").map_or_else(|| postgres.map(|f| f.how), Ok)?,
+    );
     show.line("nats", &given("NATS_URL").map_or_else(|| nats.map(|f| f.how), Ok)?);
     let world = World::bare().await?;
     let verdict = story(&show, &world).await;
@@ -73,7 +76,14 @@ async fn story(show: &Timeline, world: &World) -> anyhow::Result<()> {
     for api in [&api, &Api::new(fulfillment.url())] {
         eventually("the service is ready", LIMIT, async || api.ready().await).await?;
     }
-    show.line("services", &format!("orders-service ready on {}, fulfillment-service on {}", orders.url(), fulfillment.url()));
+    show.line(
+        "services",
+        &format!(
+            "orders-service ready on {}, fulfillment-service on {}",
+            orders.url(),
+            fulfillment.url()
+        ),
+    );
     let mut stage = Stage { show, world, proxy, orders, api };
 
     stage.confirm_in_calm().await?;
@@ -88,7 +98,12 @@ async fn story(show: &Timeline, world: &World) -> anyhow::Result<()> {
 }
 
 impl Stage<'_> {
-    async fn confirm(&self, prefix: &str, count: usize, twice: usize) -> anyhow::Result<(usize, usize)> {
+    async fn confirm(
+        &self,
+        prefix: &str,
+        count: usize,
+        twice: usize,
+    ) -> anyhow::Result<(usize, usize)> {
         let bar = self.show.bar("placing orders and confirming payments", count);
         let answers: Vec<Vec<u16>> = stream::iter(0..count)
             .map(async |n| {
@@ -119,7 +134,13 @@ impl Stage<'_> {
     async fn confirm_in_calm(&self) -> anyhow::Result<()> {
         self.show.chapter("2. Payments, some of them confirmed twice");
         let (new, again) = self.confirm("calm", CALM, TWICE).await?;
-        self.show.line("provider", &format!("{CALM} orders paid with {} confirmations, {TWICE} of them sent twice at once", new + again));
+        self.show.line(
+            "provider",
+            &format!(
+                "{CALM} orders paid with {} confirmations, {TWICE} of them sent twice at once",
+                new + again
+            ),
+        );
         self.show.line("orders", &format!("{new} answered 201, {again} answered 200 with the same body (guard: one_payment_per_transaction)"));
         self.dispatched(CALM).await?;
         let count = self.world.broker.count().await?;
@@ -131,7 +152,8 @@ impl Stage<'_> {
     async fn dispatched(&self, count: usize) -> anyhow::Result<()> {
         let bar = self.show.bar("dispatching", count);
         eventually("every payment is dispatched", LIMIT, async || {
-            let dispatches = number(&self.world.fulfillment, "select count(*) from dispatches").await?;
+            let dispatches =
+                number(&self.world.fulfillment, "select count(*) from dispatches").await?;
             bar.set_position(dispatches as u64);
             ensure!(dispatches >= count, "{dispatches} of {count}");
             Ok(())
@@ -146,32 +168,56 @@ impl Stage<'_> {
         let stored = broker.messages().await?;
         let mut recognised = 0;
         for message in &stored[..WITH_ID] {
-            recognised += usize::from(broker.publish(&message.body, message.message_id.as_deref()).await?);
+            recognised +=
+                usize::from(broker.publish(&message.body, message.message_id.as_deref()).await?);
         }
         self.show.line("by hand", &format!("{WITH_ID} events again, with their message ids"));
         self.show.line("broker", &format!("{recognised} recognised as duplicates (guard: Nats-Msg-Id within the duplicate window)"));
         for message in &stored[..WITHOUT_ID] {
             broker.publish(&message.body, None).await?;
         }
-        self.show.line("by hand", &format!("{WITHOUT_ID} events again without message ids, as if the window had passed"));
+        self.show.line(
+            "by hand",
+            &format!("{WITHOUT_ID} events again without message ids, as if the window had passed"),
+        );
         let mut event: Value = serde_json::from_slice(&stored[0].body)?;
         for _ in 0..NEW_ID {
             event["id"] = Uuid::now_v7().to_string().into();
             broker.publish(&serde_json::to_vec(&event)?, None).await?;
         }
-        self.show.line("by hand", &format!("{NEW_ID} new events for a transaction that was dispatched"));
+        self.show
+            .line("by hand", &format!("{NEW_ID} new events for a transaction that was dispatched"));
         event["id"] = Uuid::now_v7().to_string().into();
         event["data"]["amountMinor"] = (AMOUNT * 100).into();
         broker.publish(&serde_json::to_vec(&event)?, None).await?;
-        self.show.line("by hand", "1 new event for the same transaction over a hundred times the amount");
+        self.show.line(
+            "by hand",
+            "1 new event for the same transaction over a hundred times the amount",
+        );
 
         let wait = self.show.wait("fulfillment reads them");
         let ledger = self.settled().await?;
         drop(wait);
-        self.show.line("fulfillment", &format!("{} copies absorbed by eventId (guard: one_claim_per_event)", ledger.absorbed_by_event_id));
-        self.show.line("fulfillment", &format!("{} absorbed by transactionId (guard: one_dispatch_per_transaction)", ledger.absorbed_by_transaction_id));
-        let conflicts = ledger.dead_letters.get("transaction_conflict").copied().unwrap_or_default();
-        self.show.line("fulfillment", &format!("{conflicts} conflict set aside in dead_letters, not applied"));
+        self.show.line(
+            "fulfillment",
+            &format!(
+                "{} copies absorbed by eventId (guard: one_claim_per_event)",
+                ledger.absorbed_by_event_id
+            ),
+        );
+        self.show.line(
+            "fulfillment",
+            &format!(
+                "{} absorbed by transactionId (guard: one_dispatch_per_transaction)",
+                ledger.absorbed_by_transaction_id
+            ),
+        );
+        let conflicts =
+            ledger.dead_letters.get("transaction_conflict").copied().unwrap_or_default();
+        self.show.line(
+            "fulfillment",
+            &format!("{conflicts} conflict set aside in dead_letters, not applied"),
+        );
         self.show.line("fulfillment", &format!("still {} dispatches", ledger.dispatches));
         Ok(recognised)
     }
@@ -196,7 +242,10 @@ impl Stage<'_> {
         self.show.line("network", "the connection between orders-service and the broker is cut");
         self.show.line("orders", "/readyz answers 503, failing: nats");
         let (new, _) = self.confirm("storm", STORMY, 0).await?;
-        self.show.line("orders", &format!("{new} more payments answered 201: confirming needs no broker"));
+        self.show.line(
+            "orders",
+            &format!("{new} more payments answered 201: confirming needs no broker"),
+        );
         let waiting = number(&self.world.orders, UNMARKED).await?;
         self.show.line("outbox", &format!("{waiting} events wait"));
         Ok(())
@@ -220,13 +269,20 @@ impl Stage<'_> {
         self.show.line("broker", &format!("{STORMY} more events in stream ORDERS"));
         let code = self.orders.end("KILL").await?;
         self.show.line("orders", &format!("killed with SIGKILL (exit code {code})"));
-        let unmarked: Vec<Uuid> = sqlx::query_scalar("select event_id from outbox where published_at is null")
-            .fetch_all(&self.world.orders)
-            .await?;
+        let unmarked: Vec<Uuid> =
+            sqlx::query_scalar("select event_id from outbox where published_at is null")
+                .fetch_all(&self.world.orders)
+                .await?;
         let stored = self.world.broker.messages().await?;
         let stored: Vec<String> = stored.iter().filter_map(e2e::broker::Stored::event_id).collect();
         let twice_told = unmarked.iter().filter(|id| stored.contains(&id.to_string())).count();
-        self.show.line("outbox", &format!("{} events not marked as published; the broker has {twice_told} of them", unmarked.len()));
+        self.show.line(
+            "outbox",
+            &format!(
+                "{} events not marked as published; the broker has {twice_told} of them",
+                unmarked.len()
+            ),
+        );
         ensure!(twice_told > 0, "the crash missed its point");
         Ok(twice_told)
     }
@@ -235,12 +291,16 @@ impl Stage<'_> {
         self.show.chapter("6. Back again");
         self.proxy.set(Flow::Open);
         self.orders.start_again().await?;
-        self.show.line("orders", "started again; its relay waits for the dead one's lease to run out");
+        self.show
+            .line("orders", "started again; its relay waits for the dead one's lease to run out");
         let wait = self.show.wait("publishing again");
         let ledger = self.settled().await?;
         drop(wait);
         self.show.line("relay", "published what was not marked, under the same message ids");
-        self.show.line("broker", &format!("{} events in stream ORDERS, not one more than before", ledger.messages));
+        self.show.line(
+            "broker",
+            &format!("{} events in stream ORDERS, not one more than before", ledger.messages),
+        );
         self.show.line("fulfillment", &format!("{} dispatches", ledger.dispatches));
         Ok(ledger)
     }
@@ -266,14 +326,24 @@ impl Stage<'_> {
         let (attempts, place): (i32, i64) = (row.get("attempts"), row.get("stream_seq"));
         let mut steps = [
             (row.get("created_at"), "order placed".to_owned()),
-            (row.get("paid_at"), format!("payment confirmed; event {event_id} written in the same transaction")),
-            (requested_at, format!("event read from the stream (sequence {place}), dispatch requested")),
-            (row.get("published_at"), format!("event marked as published, attempt {attempts} of the relays that lived")),
+            (
+                row.get("paid_at"),
+                format!("payment confirmed; event {event_id} written in the same transaction"),
+            ),
+            (
+                requested_at,
+                format!("event read from the stream (sequence {place}), dispatch requested"),
+            ),
+            (
+                row.get("published_at"),
+                format!("event marked as published, attempt {attempts} of the relays that lived"),
+            ),
         ];
         steps.sort();
         for (at, what) in steps {
             let at: OffsetDateTime = at;
-            let clock = at.format(format_description!("[hour]:[minute]:[second].[subsecond digits:3]"))?;
+            let clock =
+                at.format(format_description!("[hour]:[minute]:[second].[subsecond digits:3]"))?;
             println!("  {clock}  {what}");
         }
         let traceparent: String = row.get("traceparent");
@@ -285,8 +355,10 @@ impl Stage<'_> {
         // What the relay published again and the broker did not store again, the broker absorbed.
         let stored_again = ledger.absorbed_by_event_id.saturating_sub(WITHOUT_ID);
         let by_broker = by_hand + unmarked.saturating_sub(stored_again);
-        let (by_event, by_transaction) = (ledger.absorbed_by_event_id, ledger.absorbed_by_transaction_id);
-        let conflicts = ledger.dead_letters.get("transaction_conflict").copied().unwrap_or_default();
+        let (by_event, by_transaction) =
+            (ledger.absorbed_by_event_id, ledger.absorbed_by_transaction_id);
+        let conflicts =
+            ledger.dead_letters.get("transaction_conflict").copied().unwrap_or_default();
         println!(
             "\nverdict: {} payments confirmed, {} dispatched once, {} lost, {} doubled; {} duplicates \
              absorbed ({by_broker} by the broker, {by_event} by eventId, {by_transaction} by \
@@ -298,7 +370,12 @@ impl Stage<'_> {
             by_broker + by_event + by_transaction,
         );
         ledger.holds()?;
-        ensure!(ledger.payments == CALM + STORMY, "{} payments, expected {}", ledger.payments, CALM + STORMY);
+        ensure!(
+            ledger.payments == CALM + STORMY,
+            "{} payments, expected {}",
+            ledger.payments,
+            CALM + STORMY
+        );
         ensure!(
             by_transaction == NEW_ID && conflicts == 1 && ledger.dead_letters.len() == 1,
             "what was injected was not recognised as what it is"

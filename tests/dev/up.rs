@@ -26,9 +26,15 @@ pub(crate) async fn run(env_file: &Path) -> anyhow::Result<()> {
         services.push(plan.start().await?);
     }
     publish(env_file, &world, &services)?;
-    println!("orders-service       {}   (PUT /orders/ID, GET /orders/ID, POST /payments)", services[0].url());
+    println!(
+        "orders-service       {}   (PUT /orders/ID, GET /orders/ID, POST /payments)",
+        services[0].url()
+    );
     println!("fulfillment-service  {}   (GET /readyz)", services[1].url());
-    println!("nats-server          {}", world.nats.monitor_url().unwrap_or_else(|| "as given".to_owned()));
+    println!(
+        "nats-server          {}",
+        world.nats.monitor_url().unwrap_or_else(|| "as given".to_owned())
+    );
     for service in &services {
         println!("log                  {}", service.plan.log.display());
     }

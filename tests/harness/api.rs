@@ -36,7 +36,12 @@ impl Api {
         self.put(&format!("/orders/{order}"), &body).await
     }
 
-    pub async fn confirm(&self, transaction: &str, order: &str, amount: i64) -> anyhow::Result<Answer> {
+    pub async fn confirm(
+        &self,
+        transaction: &str,
+        order: &str,
+        amount: i64,
+    ) -> anyhow::Result<Answer> {
         self.post("/payments", &confirmation(transaction, order, amount)).await
     }
 

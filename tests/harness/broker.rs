@@ -38,9 +38,13 @@ impl Broker {
     }
 
     /// Publishes past the outbox; true when the broker had the message id already.
-    #[expect(clippy::disallowed_methods, reason = "the careless publisher that the guards are against")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the careless publisher that the guards are against"
+    )]
     pub async fn publish(&self, body: &[u8], message_id: Option<&str>) -> anyhow::Result<bool> {
-        let mut message = PublishMessage::build().headers(HeaderMap::new()).payload(body.to_vec().into());
+        let mut message =
+            PublishMessage::build().headers(HeaderMap::new()).payload(body.to_vec().into());
         if let Some(id) = message_id {
             message = message.message_id(id);
         }
@@ -71,9 +75,8 @@ impl Broker {
             .map_err(anyhow::Error::from)
             .and_then(async |message| {
                 let info = message.info().map_err(|error| anyhow::anyhow!(error))?;
-                let header = |name: &str| {
-                    Some(message.headers.as_ref()?.get(name)?.as_str().to_owned())
-                };
+                let header =
+                    |name: &str| Some(message.headers.as_ref()?.get(name)?.as_str().to_owned());
                 Ok(Stored {
                     sequence: info.stream_sequence,
                     message_id: header("Nats-Msg-Id"),
@@ -87,16 +90,20 @@ impl Broker {
 
     /// The durable of fulfillment: what it has not delivered, and what nobody has acked.
     pub async fn consumer_backlog(&self) -> anyhow::Result<(u64, usize)> {
-        let consumer: PullConsumer =
-            self.js.get_consumer_from_stream(fulfillment_service::CONSUMER, topology::ORDERS).await?;
+        let consumer: PullConsumer = self
+            .js
+            .get_consumer_from_stream(fulfillment_service::CONSUMER, topology::ORDERS)
+            .await?;
         let info = consumer.cached_info();
         Ok((info.num_pending, info.num_ack_pending))
     }
 
     /// How many messages of the durable are acked or terminated, counted from the first.
     pub async fn acked(&self) -> anyhow::Result<u64> {
-        let consumer: PullConsumer =
-            self.js.get_consumer_from_stream(fulfillment_service::CONSUMER, topology::ORDERS).await?;
+        let consumer: PullConsumer = self
+            .js
+            .get_consumer_from_stream(fulfillment_service::CONSUMER, topology::ORDERS)
+            .await?;
         let info = consumer.cached_info();
         Ok(info.delivered.stream_sequence - info.num_ack_pending as u64)
     }

@@ -41,23 +41,30 @@ pub struct Ledger {
 type Payment = (String, String, i64, String);
 
 impl Ledger {
-    pub async fn read(orders: &PgPool, fulfillment: &PgPool, broker: &Broker) -> anyhow::Result<Self> {
+    pub async fn read(
+        orders: &PgPool,
+        fulfillment: &PgPool,
+        broker: &Broker,
+    ) -> anyhow::Result<Self> {
         // The consumer first: when it is done, the databases cannot change behind it.
         let (consumer_pending, consumer_ack_pending) = broker.consumer_backlog().await?;
         let payments: Vec<Payment> =
             sqlx::query_as("select transaction_id, order_id, amount_minor, currency from payments")
                 .fetch_all(orders)
                 .await?;
-        let (outbox, pending): (i64, i64) =
-            sqlx::query_as("select count(*), count(*) filter (where published_at is null) from outbox")
-                .fetch_one(orders)
-                .await?;
-        let dispatches: Vec<Payment> =
-            sqlx::query_as("select transaction_id, order_id, amount_minor, currency from dispatches")
-                .fetch_all(fulfillment)
-                .await?;
-        let processed: i64 =
-            sqlx::query_scalar("select count(*) from processed_events").fetch_one(fulfillment).await?;
+        let (outbox, pending): (i64, i64) = sqlx::query_as(
+            "select count(*), count(*) filter (where published_at is null) from outbox",
+        )
+        .fetch_one(orders)
+        .await?;
+        let dispatches: Vec<Payment> = sqlx::query_as(
+            "select transaction_id, order_id, amount_minor, currency from dispatches",
+        )
+        .fetch_all(fulfillment)
+        .await?;
+        let processed: i64 = sqlx::query_scalar("select count(*) from processed_events")
+            .fetch_one(fulfillment)
+            .await?;
         let dead_letters: Vec<(String, i64)> =
             sqlx::query_as("select reason, count(*) from dead_letters group by reason")
                 .fetch_all(fulfillment)
@@ -80,13 +87,18 @@ impl Ledger {
             outbox: outbox.try_into()?,
             pending: pending.try_into()?,
             dispatches: dispatches.len(),
-            lost: payments.iter().filter(|p| !dispatched.contains(p)).map(|p| p.0.clone()).collect(),
+            lost: payments
+                .iter()
+                .filter(|p| !dispatched.contains(p))
+                .map(|p| p.0.clone())
+                .collect(),
             doubled: seen.into_iter().filter(|(_, count)| *count > 1).map(|(key, _)| key).collect(),
             unpaid: dispatches.iter().filter(|p| !paid.contains(p)).map(|p| p.0.clone()).collect(),
             messages: stored.len(),
             events: copies.len(),
             absorbed_by_event_id: copies.values().map(|count| count - 1).sum(),
-            absorbed_by_transaction_id: usize::try_from(processed)?.saturating_sub(dispatches.len()),
+            absorbed_by_transaction_id: usize::try_from(processed)?
+                .saturating_sub(dispatches.len()),
             dead_letters: dead_letters.into_iter().collect(),
             consumer_pending,
             consumer_ack_pending,
@@ -97,7 +109,11 @@ impl Ledger {
     pub fn settled(&self) -> anyhow::Result<()> {
         ensure!(self.pending == 0, "{} outbox rows wait", self.pending);
         ensure!(self.consumer_pending == 0, "{} messages are not delivered", self.consumer_pending);
-        ensure!(self.consumer_ack_pending == 0, "{} messages are not acked", self.consumer_ack_pending);
+        ensure!(
+            self.consumer_ack_pending == 0,
+            "{} messages are not acked",
+            self.consumer_ack_pending
+        );
         Ok(())
     }
 

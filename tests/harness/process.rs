@@ -86,7 +86,8 @@ impl Process {
         }
         let mut shell = command.spawn().context("cannot start a shell")?;
         let leash = shell.stdin.take().context("no pipe to the shell")?;
-        let mut lines = BufReader::new(shell.stdout.take().context("no pipe from the shell")?).lines();
+        let mut lines =
+            BufReader::new(shell.stdout.take().context("no pipe from the shell")?).lines();
         let pid = lines.next_line().await?.context("the shell said nothing")?.parse()?;
         Ok(Self { pid, lines, shell, _leash: leash })
     }

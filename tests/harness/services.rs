@@ -31,6 +31,20 @@ impl Kind {
     }
 }
 
+/// Cargo in the workspace's root, without what the cargo that runs us says about our package: build
+/// scripts that look at it (ring's does) would run again, and half the dependencies with them.
+pub fn cargo() -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+    for (name, _) in std::env::vars_os() {
+        let about_us = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_"];
+        if about_us.iter().any(|prefix| name.to_string_lossy().starts_with(prefix)) {
+            cargo.env_remove(name);
+        }
+    }
+    cargo.current_dir(root());
+    cargo
+}
+
 /// The folder with the services' programs, built from the sources as they are now. Cargo's output
 /// is passed through: a build takes minutes, and nobody should stare at nothing.
 pub fn build() -> anyhow::Result<&'static Path> {
@@ -45,14 +59,17 @@ pub fn build() -> anyhow::Result<&'static Path> {
                 .find(|folder| folder.file_name() != Some("deps".as_ref()))
                 .context("this program is in no folder")?;
             let target = profile.parent().context("the profile is in no folder")?;
-            let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+            let mut cargo = cargo();
             // The whole workspace: another selection of packages is another set of features, and
             // the dependencies would be compiled once more.
-            cargo.args(["build", "--workspace", "--bins", "--target-dir"]).arg(target).current_dir(root());
+            cargo.args(["build", "--workspace", "--bins", "--target-dir"]).arg(target);
             if profile.file_name() == Some("release".as_ref()) {
                 cargo.arg("--release");
             }
-            ensure!(cargo.status().context("cannot run cargo")?.success(), "the services do not build");
+            ensure!(
+                cargo.status().context("cannot run cargo")?.success(),
+                "the services do not build"
+            );
             anyhow::Ok(profile.to_owned())
         };
         attempt().map_err(|error| format!("{error:#}"))
@@ -71,7 +88,12 @@ pub struct Plan {
 }
 
 impl Plan {
-    pub fn new(kind: Kind, database_url: &str, nats_url: &str, folder: &Path) -> anyhow::Result<Self> {
+    pub fn new(
+        kind: Kind,
+        database_url: &str,
+        nats_url: &str,
+        folder: &Path,
+    ) -> anyhow::Result<Self> {
         let port = free_port()?;
         Ok(Self {
             kind,

@@ -43,20 +43,23 @@ impl World {
         let postgres = SHARED
             .get_or_try_init(async || anyhow::Ok(Arc::new(Postgres::given_or_started().await?)))
             .await?;
-        let world = Self::build(None, Some(Arc::clone(postgres)), NatsServer::start().await?).await?;
+        let world =
+            Self::build(None, Some(Arc::clone(postgres)), NatsServer::start().await?).await?;
         world.set_up().await
     }
 
     /// The same, with a PostgreSQL that the test may stop.
     pub async fn with_own_postgres() -> anyhow::Result<Self> {
-        let world = Self::build(Some(Postgres::start().await?), None, NatsServer::start().await?).await?;
+        let world =
+            Self::build(Some(Postgres::start().await?), None, NatsServer::start().await?).await?;
         world.set_up().await
     }
 
     /// A world as a deployment finds it: servers, which may be given, and empty databases.
     pub async fn bare() -> anyhow::Result<Self> {
         let postgres = Postgres::given_or_started().await?;
-        let world = Self::build(Some(postgres), None, NatsServer::given_or_started().await?).await?;
+        let world =
+            Self::build(Some(postgres), None, NatsServer::given_or_started().await?).await?;
         ensure!(
             world.broker.stream().await.is_err(),
             "the server of NATS_URL has a stream ORDERS already; this needs one without"
@@ -69,7 +72,8 @@ impl World {
         shared_postgres: Option<Arc<Postgres>>,
         nats: NatsServer,
     ) -> anyhow::Result<Self> {
-        let postgres = own_postgres.as_ref().or(shared_postgres.as_deref()).context("a server is needed")?;
+        let postgres =
+            own_postgres.as_ref().or(shared_postgres.as_deref()).context("a server is needed")?;
         let id = Uuid::now_v7().simple();
         let (orders_name, fulfillment_name) = (format!("orders_{id}"), format!("fulfillment_{id}"));
         let mut pools = Vec::new();
@@ -185,7 +189,8 @@ impl Drop for World {
         if self.shared_postgres.as_ref().is_some_and(|postgres| !postgres.is_ours()) {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+                    let runtime =
+                        tokio::runtime::Builder::new_current_thread().enable_all().build();
                     if let Ok(runtime) = runtime
                         && let Err(error) = runtime.block_on(self.drop_databases())
                     {
