@@ -4,7 +4,7 @@ use axum::{
     http::{HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use shared::http::Problem;
+use shared::{database, http::Problem, telemetry::Causes};
 
 /// Every refusal of the API. `code` in the answer is what programs decide by.
 #[derive(Debug)]
@@ -34,20 +34,7 @@ pub enum ApiError {
 
 impl From<anyhow::Error> for ApiError {
     fn from(error: anyhow::Error) -> Self {
-        match error.downcast_ref::<sqlx::Error>() {
-            Some(sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed) => {
-                Self::Unavailable(error)
-            }
-            // Class 57: the server is shutting down or starting up. Class 08: the connection is gone.
-            Some(sqlx::Error::Database(refusal))
-                if refusal
-                    .code()
-                    .is_some_and(|code| code.starts_with("57P") || code.starts_with("08")) =>
-            {
-                Self::Unavailable(error)
-            }
-            _ => Self::Internal(error),
-        }
+        if database::is_outage(&error) { Self::Unavailable(error) } else { Self::Internal(error) }
     }
 }
 
@@ -126,7 +113,7 @@ impl IntoResponse for ApiError {
                 "amountMinor and currency must be those of the order".to_owned(),
             ),
             Self::Unavailable(error) => {
-                tracing::warn!("the database is away: {error:#}");
+                tracing::warn!("the database is away: {}", Causes(&error));
                 (
                     StatusCode::SERVICE_UNAVAILABLE,
                     "unavailable",
@@ -135,7 +122,7 @@ impl IntoResponse for ApiError {
                 )
             }
             Self::Internal(error) => {
-                tracing::error!("request failed: {error:#}");
+                tracing::error!("request failed: {}", Causes(&error));
                 (
                     StatusCode::INTERNAL_SERVER_ERROR,
                     "internal",

@@ -163,6 +163,7 @@ async fn readyz(State(app): State<App>) -> Response {
     let lifecycle = app.lifecycle.clone();
     let checks = lifecycle.detached(async move {
         let stream = async {
+            app.nats.check()?;
             let stream = app.nats.jetstream().get_stream(topology::ORDERS).await;
             let stream = stream.context("stream ORDERS cannot be asked for; run `setup`")?;
             anyhow::Ok(topology::compare_stream(topology::ORDERS, &stream.cached_info().config)?)

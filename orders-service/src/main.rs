@@ -12,7 +12,7 @@ async fn main() -> ExitCode {
         return ExitCode::from(2);
     }
     orders_service::run(config).await.unwrap_or_else(|error| {
-        tracing::error!("{error:#}");
+        tracing::error!("{}", shared::telemetry::Causes(&error));
         ExitCode::FAILURE
     })
 }

@@ -15,11 +15,11 @@ use crate::{database::DatabaseUrl, nats::ServerAddresses, telemetry::LogFormat};
 /// Settings of either service.
 #[derive(Debug, Clone, Args)]
 pub struct Common {
-    /// This service's own database, for example postgres://user:password@127.0.0.1:5432/orders
+    /// This service's own database, for example `postgres://user:password@127.0.0.1:5432/orders`
     #[arg(long, env, hide_env_values = true)]
     pub database_url: DatabaseUrl,
 
-    /// One or several NATS servers, comma-separated, for example nats://127.0.0.1:4222
+    /// One or several NATS servers, comma-separated, for example `nats://127.0.0.1:4222`
     #[arg(long, env, hide_env_values = true, default_value = "nats://127.0.0.1:4222")]
     pub nats_url: ServerAddresses,
 
@@ -122,8 +122,18 @@ mod tests {
     #[test]
     fn a_bad_value_names_the_variable_the_problem_and_an_example_in_one_line() {
         for (arguments, variable, problem, example) in [
-            (&["--database-url=secret"][..], "DATABASE_URL", "not a PostgreSQL URL", "postgres://"),
-            (&[DATABASE, "--nats-url=nats://u:secret@:x"], "NATS_URL", "cannot be read", "nats://"),
+            (
+                &["--database-url=secret"][..],
+                "DATABASE_URL",
+                "not a PostgreSQL URL",
+                "`postgres://",
+            ),
+            (
+                &[DATABASE, "--nats-url=nats://u:secret@:x"],
+                "NATS_URL",
+                "cannot be read",
+                "`nats://",
+            ),
             (&[DATABASE, "--nats-replicas=2"], "NATS_REPLICAS", "quorum", "1"),
             (
                 &[DATABASE, "--database-max-connections=many"],

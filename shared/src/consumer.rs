@@ -18,12 +18,12 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, error, info, warn};
 
 use crate::{
-    backoff,
+    backoff, database,
     dead_letters::{self, Origin, Reason, Stored},
     events::{self, DecodeError, Received},
     lifecycle::Health,
     nats::Nats,
-    telemetry::TRACEPARENT,
+    telemetry::{Causes, TRACEPARENT},
     topology,
 };
 
@@ -128,8 +128,13 @@ impl<H: Handler> Consumer<H> {
         while !stop.is_cancelled() {
             let Err(error) = self.consume(&stop, &mut failures).await else { break };
             failures += 1;
-            self.health.failing(format!("{error:#}"));
-            warn!(attempt = failures, "consumer {}: {error:#}; binding again", self.durable);
+            self.health.failing(Causes(&error).to_string());
+            warn!(
+                attempt = failures,
+                "consumer {}: {}; binding again",
+                self.durable,
+                Causes(&error)
+            );
             tokio::select! {
                 () = stop.cancelled() => {}
                 () = sleep(backoff::delay(failures, REBIND_BASE, REBIND_CAP)) => {}
@@ -227,7 +232,7 @@ impl<H: Handler> Consumer<H> {
                     }
                     DecodeError::UnknownType(_) => Reason::UnknownType,
                 };
-                Err((origin, reason, format!("{:#}", anyhow::Error::from(error))))
+                Err((origin, reason, Causes(&error.into()).to_string()))
             }
         }
     }
@@ -246,7 +251,11 @@ impl<H: Handler> Consumer<H> {
             None => deliveries.iter().map(|_| None).collect(),
             Some(Err(error)) if deliveries.len() == 1 => vec![Some(Verdict::Retry(error))],
             Some(Err(error)) => {
-                debug!("consumer {}: a batch failed ({error:#}), trying each alone", self.durable);
+                debug!(
+                    "consumer {}: a batch failed ({}), trying each alone",
+                    self.durable,
+                    Causes(&error)
+                );
                 let mut verdicts = Vec::with_capacity(deliveries.len());
                 for delivery in deliveries {
                     verdicts.push(match self.attempt(std::slice::from_ref(delivery), stop).await {
@@ -267,7 +276,7 @@ impl<H: Handler> Consumer<H> {
         deliveries: &[Delivery<H::Data>],
         stop: &CancellationToken,
     ) -> Option<anyhow::Result<Vec<Verdict>>> {
-        loop {
+        for attempt in 1.. {
             let error = match self.handler.handle(deliveries).await {
                 Ok(verdicts) => {
                     debug_assert_eq!(
@@ -279,11 +288,17 @@ impl<H: Handler> Consumer<H> {
                 }
                 Err(error) => error,
             };
-            if self.database_answers().await {
+            if !self.is_outage(&error).await {
                 return Some(Err(error));
             }
-            self.wait_for_database(&error, stop).await?;
+            self.wait_for_database(attempt, &error, stop).await?;
         }
+        None
+    }
+
+    /// Whether the database is to blame rather than the message.
+    async fn is_outage(&self, error: &anyhow::Error) -> bool {
+        database::is_outage(error) || !self.database_answers().await
     }
 
     async fn database_answers(&self) -> bool {
@@ -291,28 +306,26 @@ impl<H: Handler> Consumer<H> {
         matches!(timeout(PING_TIMEOUT, ping).await, Ok(Ok(_)))
     }
 
-    /// Holds what is in hand, and pulls nothing, until the database is back. A nak here would burn
-    /// a delivery every few seconds, and the outage would end in the dead letters.
+    /// Holds what is in hand, and pulls nothing, until the database answers. A nak here would burn a
+    /// delivery every few seconds, and the outage would end in the dead letters. None: told to stop.
     async fn wait_for_database(
         &self,
+        attempt: u32,
         error: &anyhow::Error,
         stop: &CancellationToken,
     ) -> Option<()> {
-        warn!("consumer {}: waiting for the database: {error:#}", self.durable);
-        let mut failures = 0;
-        loop {
-            self.health.failing("waiting for the database".to_owned());
-            failures += 1;
+        warn!(attempt, "consumer {}: waiting for the database: {}", self.durable, Causes(error));
+        for look in attempt.. {
+            self.health.failing(format!("waiting for the database: {}", Causes(error)));
             tokio::select! {
                 () = stop.cancelled() => return None,
-                () = sleep(backoff::delay(failures, REBIND_BASE, REBIND_CAP)) => {}
+                () = sleep(backoff::delay(look, REBIND_BASE, REBIND_CAP)) => {}
             }
             if self.database_answers().await {
-                info!("consumer {}: the database is back", self.durable);
-                self.health.ok();
-                return Some(());
+                break;
             }
         }
+        Some(())
     }
 
     /// Keeps a message that never reaches the handler. None: told to stop before it was kept.
@@ -320,22 +333,21 @@ impl<H: Handler> Consumer<H> {
         &self,
         origin: &Origin,
         reason: Reason,
-        error: &str,
+        why: &str,
         stop: &CancellationToken,
     ) -> Option<Verdict> {
-        loop {
+        for attempt in 1.. {
             let stored = async {
                 let mut connection = self.pool.acquire().await?;
-                dead_letters::store(&mut connection, origin, reason, error).await
+                anyhow::Ok(dead_letters::store(&mut connection, origin, reason, why).await?)
             };
             match stored.await {
                 Ok(stored) => return Some(Verdict::Reject(stored)),
-                Err(error) if self.database_answers().await => {
-                    return Some(Verdict::Retry(error.into()));
-                }
-                Err(error) => self.wait_for_database(&error.into(), stop).await?,
+                Err(error) if !self.is_outage(&error).await => return Some(Verdict::Retry(error)),
+                Err(error) => self.wait_for_database(attempt, &error, stop).await?,
             }
         }
+        None
     }
 
     /// Tells the broker. If it does not get to know, it delivers again, and the inbox answers.
@@ -355,7 +367,12 @@ impl<H: Handler> Consumer<H> {
                 // Never a bare nak: it comes back at once, and ten of them take milliseconds.
                 let attempt = origin.deliveries.try_into().unwrap_or(u32::MAX);
                 let delay = backoff::delay(attempt, RETRY_BASE, RETRY_CAP);
-                warn!(stream.seq = seq, attempt, "not applied, again in {delay:.1?}: {error:#}");
+                warn!(
+                    stream.seq = seq,
+                    attempt,
+                    "not applied, again in {delay:.1?}: {}",
+                    Causes(error)
+                );
                 AckKind::Nak(Some(delay))
             }
             Verdict::Reject(stored) => {

@@ -85,6 +85,24 @@ pub async fn begin(pool: &PgPool) -> sqlx::Result<PgTransaction<'static>> {
     }
 }
 
+/// Whether an error says that the database cannot do its work just now, whatever it is asked: it is
+/// away, starting, full, overloaded, or read-only after a fail-over. Waiting helps; blaming the
+/// statement does not.
+pub fn is_outage(error: &anyhow::Error) -> bool {
+    let Some(error) = error.chain().find_map(|cause| cause.downcast_ref::<sqlx::Error>()) else {
+        return false;
+    };
+    match error {
+        sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed => true,
+        // SQLSTATE, PostgreSQL manual, appendix A: connection exceptions, insufficient resources,
+        // shutdown and start-up, system errors, and a transaction that may only read.
+        sqlx::Error::Database(refusal) => refusal.code().is_some_and(|code| {
+            ["08", "53", "57P", "58", "25006"].iter().any(|class| code.starts_with(class))
+        }),
+        _ => false,
+    }
+}
+
 /// Applies the migrations that are missing. Safe when several run at once: sqlx holds an advisory
 /// lock.
 ///

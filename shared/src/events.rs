@@ -20,9 +20,9 @@ pub const PAYMENT_CONFIRMED_SUBJECT: &str = "orders.payment.confirmed";
 /// Type of [`PaymentConfirmed`].
 pub const PAYMENT_CONFIRMED: &str = "payment.confirmed.v1";
 
-/// The `CloudEvents` `id`: made when the outbox row is written, the same in every repetition.
+/// The CloudEvents `id`: made when the outbox row is written, the same in every repetition.
 ///
-/// A `UUIDv7`, so ids made one after another lie side by side in the inbox index.
+/// A UUIDv7, so ids made one after another lie side by side in the inbox index.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, sqlx::Type,
 )]
@@ -128,10 +128,10 @@ pub struct Received<D> {
 /// Why a body cannot be handled. Repeating the delivery would not help.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
-    /// Not JSON, not a `CloudEvent`, or data of another shape.
+    /// Not JSON, not a CloudEvent, or data of another shape.
     #[error("the body cannot be read as a CloudEvent of this type")]
     Undecodable(#[from] serde_json::Error),
-    /// A future `CloudEvents` version.
+    /// A future CloudEvents version.
     #[error("specversion {0:?} is not 1.0")]
     SpecVersion(String),
     /// A type this consumer has no code for.

@@ -17,7 +17,7 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use crate::lifecycle::Lifecycle;
+use crate::{lifecycle::Lifecycle, telemetry::Causes};
 
 /// How long requests in hand may keep the drain waiting. What they began in the database is
 /// finished either way.
@@ -78,7 +78,7 @@ pub fn ready(checks: impl IntoIterator<Item = Check>) -> Response {
     for (name, result) in checks {
         names.insert(name.to_owned(), if result.is_ok() { "ok" } else { "failing" }.into());
         if let Err(error) = result {
-            failing.insert(name.to_owned(), format!("{error:#}").into());
+            failing.insert(name.to_owned(), Causes(&error).to_string().into());
         }
     }
     if failing.is_empty() {

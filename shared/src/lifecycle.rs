@@ -18,6 +18,8 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{Instrument as _, Span, error, info};
 
+use crate::telemetry::Causes;
+
 /// Everything that runs in this process, and the order to stop. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Lifecycle {
@@ -48,7 +50,7 @@ impl Lifecycle {
         self.tasks.spawn(async move {
             let failed = match tokio::spawn(work).await {
                 Ok(Ok(())) => return,
-                Ok(Err(error)) => format!("{error:#}"),
+                Ok(Err(error)) => Causes(&error).to_string(),
                 Err(panicked) => panicked.to_string(),
             };
             error!("{name} failed, stopping: {failed}");

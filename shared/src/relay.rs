@@ -2,7 +2,7 @@
 //!
 //! Guarantees: a row is marked only after the broker has acknowledged it, so every committed event
 //! is published at least once; events of one aggregate reach the stream in the order of their
-//! commits. Assumes nothing about being alone: the [lease](crate::lease) only saves work. No
+//! commits. Assumes nothing about being alone: the lease ([`crate::lease`]) only saves work. No
 //! transaction is open while the network is waited for.
 //!
 //! Throughput comes from publishing up to a batch at once, order from publishing at most one of an

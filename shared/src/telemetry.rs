@@ -39,6 +39,25 @@ pub fn init(format: LogFormat) -> anyhow::Result<()> {
     .map_err(|error| anyhow::anyhow!(error))
 }
 
+/// An error and its causes in one line. As `{:#}`, but for libraries that print their source in
+/// their own text (sqlx and async-nats do): what was just said is not said again.
+pub struct Causes<'a>(pub &'a anyhow::Error);
+
+impl std::fmt::Display for Causes<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut said = String::new();
+        for cause in self.0.chain() {
+            let text = cause.to_string();
+            if !said.ends_with(&text) {
+                let colon = if said.is_empty() { "" } else { ": " };
+                write!(f, "{colon}{text}")?;
+                said = text;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// A W3C trace context, version 00: `00-<trace id>-<parent id>-<flags>`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TraceParent(String);
@@ -89,6 +108,15 @@ pub static INSTANCE: LazyLock<String> = LazyLock::new(|| {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn causes_are_told_once() {
+        let refused = anyhow::anyhow!("permission denied").context("refused: permission denied");
+        assert_eq!(
+            Causes(&refused.context("cannot read")).to_string(),
+            "cannot read: refused: permission denied"
+        );
+    }
 
     #[test]
     fn a_valid_trace_is_kept_and_anything_else_starts_a_new_one() {

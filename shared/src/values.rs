@@ -160,7 +160,7 @@ mod tests {
         assert_eq!(order(&"ü".repeat(MAX_ID_CHARS)), Ok(()));
         assert_eq!(order(""), Err(InvalidValue::Length));
         assert_eq!(order(&"x".repeat(MAX_ID_CHARS + 1)), Err(InvalidValue::Length));
-        assert_eq!(order("A\01"), Err(InvalidValue::ControlCharacter));
+        assert_eq!(order("A\u{0}1"), Err(InvalidValue::ControlCharacter));
         assert_eq!(order(" A1"), Err(InvalidValue::Padding));
     }
 

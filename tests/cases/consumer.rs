@@ -33,6 +33,10 @@ const PROCESSED: &str = "select count(*) from processed_events";
 #[tokio::test]
 async fn a_redelivered_event_creates_one_dispatch() {
     let world = World::new().await.unwrap();
+    // The inbox alone: without it the business key would absorb these too.
+    let drop_keys = "alter table dispatches drop constraint one_dispatch_per_transaction,
+                     drop constraint one_dispatch_per_order";
+    sqlx::raw_sql(drop_keys).execute(&world.fulfillment).await.unwrap();
     let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
     let body = bytes(&event("tx-1", "A-1", AMOUNT));
     for _ in 0..3 {
@@ -227,8 +231,6 @@ async fn a_failing_message_comes_back_later_not_at_once() {
     })
     .await
     .unwrap();
-    let waited = "select extract(epoch from now() - pg_postmaster_start_time())::bigint";
-    assert!(number(&world.fulfillment, waited).await >= 0);
     assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0);
     sqlx::raw_sql("drop trigger fail on dispatches").execute(&world.fulfillment).await.unwrap();
     consumed(&world).await;

