@@ -10,10 +10,10 @@ use std::collections::HashMap;
 
 use anyhow::Context as _;
 use shared::{
-    consumer::{Delivery, Duplicate, Handler, Verdict},
     database,
     dead_letters::{self, Reason},
     events::{PAYMENT_CONFIRMED, PaymentConfirmed},
+    handler::{Delivery, Duplicate, Handler, Verdict},
     inbox,
 };
 use sqlx::{PgConnection, PgPool};

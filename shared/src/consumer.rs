@@ -11,83 +11,21 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use async_nats::jetstream::{AckKind, Message, consumer::PullConsumer};
 use futures_util::{StreamExt as _, future::join_all};
-use serde::de::DeserializeOwned;
 use sqlx::PgPool;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, error, info, warn};
 
 use crate::{
     backoff, database,
-    dead_letters::{self, Origin, Reason, Stored},
-    events::{self, DecodeError, Received},
+    dead_letters::{self, Origin, Reason},
+    events,
+    handler::{Delivery, Handler, Verdict},
     lifecycle::Health,
     nats::Nats,
-    telemetry::{Causes, TRACEPARENT},
+    telemetry::Causes,
     topology,
 };
-
-/// A business step. It owns its transaction: returning means committed, or nothing done.
-pub trait Handler: Send + Sync + 'static {
-    /// The one event type it understands.
-    const EVENT_TYPE: &'static str;
-
-    /// The data of that type.
-    type Data: DeserializeOwned + Send + Sync;
-
-    /// Applies a batch, all or nothing, and returns a verdict for each delivery, in order.
-    ///
-    /// # Errors
-    /// Nothing was applied. The consumer finds out whether the database is away (and waits), or
-    /// one delivery is at fault (and asks again for each alone).
-    fn handle(
-        &self,
-        batch: &[Delivery<Self::Data>],
-    ) -> impl Future<Output = anyhow::Result<Vec<Verdict>>> + Send;
-}
-
-/// An event, and the message it came in.
-#[derive(Debug)]
-pub struct Delivery<D> {
-    /// What it says.
-    pub event: Received<D>,
-    /// Where it came from.
-    pub origin: Origin,
-}
-
-impl<D> Delivery<D> {
-    /// The trace of the request that caused the event.
-    pub fn traceparent(&self) -> &str {
-        self.origin
-            .message
-            .headers
-            .as_ref()
-            .and_then(|h| h.get(TRACEPARENT))
-            .map_or("", |v| v.as_str())
-    }
-}
-
-/// What becomes of a delivery.
-#[derive(Debug)]
-pub enum Verdict {
-    /// Applied now: ack.
-    Done,
-    /// Applied before: ack.
-    Duplicate(Duplicate),
-    /// Not applied, may work later: delayed nak.
-    Retry(anyhow::Error),
-    /// Never to be applied, and kept in the dead letters: terminate.
-    Reject(Stored),
-}
-
-/// Which guard recognised a duplicate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Duplicate {
-    /// The inbox: this event was applied.
-    Event,
-    /// The business key: this payment was applied, under another event id.
-    Transaction,
-}
 
 const RETRY_BASE: Duration = Duration::from_millis(500);
 const RETRY_CAP: Duration = Duration::from_secs(30);
@@ -96,7 +34,6 @@ const REBIND_CAP: Duration = Duration::from_secs(5);
 /// How long the server keeps an unanswered pull open, and how often it says it is still there.
 const PULL_EXPIRES: Duration = Duration::from_secs(30);
 const HEARTBEAT: Duration = Duration::from_secs(5);
-const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A durable consumer and its handler.
 pub struct Consumer<H> {
@@ -225,15 +162,7 @@ impl<H: Handler> Consumer<H> {
         }
         match events::decode(&origin.message.payload, H::EVENT_TYPE) {
             Ok(event) => Ok(Delivery { event, origin }),
-            Err(error) => {
-                let reason = match error {
-                    DecodeError::Undecodable(_) | DecodeError::SpecVersion(_) => {
-                        Reason::Undecodable
-                    }
-                    DecodeError::UnknownType(_) => Reason::UnknownType,
-                };
-                Err((origin, reason, Causes(&error.into()).to_string()))
-            }
+            Err(error) => Err((origin, Reason::from(&error), Causes(&error.into()).to_string())),
         }
     }
 
@@ -298,12 +227,7 @@ impl<H: Handler> Consumer<H> {
 
     /// Whether the database is to blame rather than the message.
     async fn is_outage(&self, error: &anyhow::Error) -> bool {
-        database::is_outage(error) || !self.database_answers().await
-    }
-
-    async fn database_answers(&self) -> bool {
-        let ping = sqlx::query("select 1").execute(&self.pool);
-        matches!(timeout(PING_TIMEOUT, ping).await, Ok(Ok(_)))
+        database::is_outage(error) || !database::answers(&self.pool).await
     }
 
     /// Holds what is in hand, and pulls nothing, until the database answers. A nak here would burn a
@@ -321,7 +245,7 @@ impl<H: Handler> Consumer<H> {
                 () = stop.cancelled() => return None,
                 () = sleep(backoff::delay(look, REBIND_BASE, REBIND_CAP)) => {}
             }
-            if self.database_answers().await {
+            if database::answers(&self.pool).await {
                 break;
             }
         }

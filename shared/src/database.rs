@@ -15,6 +15,7 @@ use sqlx::{
     migrate::Migrator,
     postgres::{PgConnectOptions, PgPoolOptions},
 };
+use tokio::time::timeout;
 
 /// SQLSTATE of a query for a table that does not exist.
 const UNDEFINED_TABLE: &str = "42P01";
@@ -101,6 +102,12 @@ pub fn is_outage(error: &anyhow::Error) -> bool {
         }),
         _ => false,
     }
+}
+
+/// Whether the database answers at all, within the time a pool waits for a connection.
+pub async fn answers(pool: &PgPool) -> bool {
+    let ping = sqlx::query("select 1").execute(pool);
+    matches!(timeout(ACQUIRE_TIMEOUT, ping).await, Ok(Ok(_)))
 }
 
 /// Applies the migrations that are missing. Safe when several run at once: sqlx holds an advisory

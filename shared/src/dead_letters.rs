@@ -9,6 +9,8 @@ use serde_json::{Map, Value};
 use sqlx::PgConnection;
 use uuid::Uuid;
 
+use crate::events::DecodeError;
+
 /// Why a message was given up. The names are those of the column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reason {
@@ -30,6 +32,15 @@ impl Reason {
             Self::UnknownType => "unknown_type",
             Self::TransactionConflict => "transaction_conflict",
             Self::DeliveryLimit => "delivery_limit",
+        }
+    }
+}
+
+impl From<&DecodeError> for Reason {
+    fn from(error: &DecodeError) -> Self {
+        match error {
+            DecodeError::Undecodable(_) | DecodeError::SpecVersion(_) => Self::Undecodable,
+            DecodeError::UnknownType(_) => Self::UnknownType,
         }
     }
 }

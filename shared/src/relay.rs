@@ -9,15 +9,11 @@
 //! aggregate at a time: the batch goes out in waves, and an aggregate whose row failed sits out the
 //! rest of them.
 
-use std::{collections::HashSet, error::Error as _, sync::Arc, time::Duration};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use async_nats::{
     HeaderMap,
-    jetstream::{
-        self,
-        context::{PublishError, PublishErrorKind},
-        message::PublishMessage,
-    },
+    jetstream::{context::PublishError, message::PublishMessage},
 };
 use futures_util::future::join_all;
 use sqlx::PgPool;
@@ -31,6 +27,7 @@ use crate::{
     lifecycle::Health,
     nats::Nats,
     outbox::{self, Failed, Published, Row},
+    publish_error::{Failure, classify},
     telemetry::TRACEPARENT,
 };
 
@@ -73,17 +70,6 @@ pub enum Outcome {
     /// The broker refused everything, or a row belongs into another stream: publishing more would
     /// only repeat it.
     Stuck(String),
-}
-
-/// What to do with a row that was not acknowledged.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Failure {
-    /// The broker may have it, or may take it later. The same message id makes a repetition safe.
-    Retry,
-    /// It can never be published as it is.
-    Park,
-    /// The subject belongs to another stream than the one we publish to: a mistake in the topology.
-    Halt,
 }
 
 impl Relay {
@@ -307,32 +293,4 @@ impl Sent {
             retry_after: retry_after.map(|wait| wait.as_secs_f64()),
         });
     }
-}
-
-/// JetStream API error codes that say more than the kind does (`errors.json` of nats-server).
-const EXPECTED_STREAM_MISMATCH: u64 = 10060;
-const MESSAGE_TOO_LARGE_FOR_STREAM: u64 = 10054;
-
-fn classify(error: &PublishError) -> Failure {
-    match error.kind() {
-        // StreamNotFound is any "no responders", a leader election for one: it passes.
-        PublishErrorKind::StreamNotFound
-        | PublishErrorKind::TimedOut
-        | PublishErrorKind::BrokenPipe
-        | PublishErrorKind::MaxAckPending
-        | PublishErrorKind::WrongLastMessageId
-        | PublishErrorKind::WrongLastSequence => Failure::Retry,
-        PublishErrorKind::MaxPayloadExceeded => Failure::Park,
-        PublishErrorKind::Other => match api_code(error) {
-            Some(MESSAGE_TOO_LARGE_FOR_STREAM) => Failure::Park,
-            Some(EXPECTED_STREAM_MISMATCH) => Failure::Halt,
-            // A full stream (10077) among them: the outbox is the buffer.
-            _ => Failure::Retry,
-        },
-    }
-}
-
-fn api_code(error: &PublishError) -> Option<u64> {
-    let source = error.source()?.downcast_ref::<jetstream::Error>()?;
-    Some(source.error_code().0)
 }

@@ -5,7 +5,7 @@ use std::{fs, process::Command, time::Duration};
 
 use e2e::{
     api::Api,
-    servers::root,
+    find::root,
     services::{Kind, build},
     wait::eventually,
     world::World,
@@ -49,7 +49,13 @@ async fn setup_starts_from_nothing_and_serve_is_ready_only_after_it() {
         .unwrap();
     let orders = world.start(Kind::Orders).await.unwrap();
     let api = Api::new(orders.url());
-    let answer = api.get("/readyz").await.unwrap();
+    let answer = eventually("it is connected", LIMIT, async || {
+        let answer = api.get("/readyz").await?;
+        anyhow::ensure!(answer.body["checks"]["nats"] == "ok", "{}", answer.body);
+        Ok(answer)
+    })
+    .await
+    .unwrap();
     assert_eq!((answer.status, answer.code()), (503, "not_ready"));
     let reason = answer.body["failing"]["database"].as_str().unwrap();
     assert!(reason.contains("migration 0") && reason.contains("run `setup`"), "{reason}");

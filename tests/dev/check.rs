@@ -10,7 +10,8 @@ use std::{
 
 use anyhow::{Context as _, ensure};
 use e2e::{
-    servers::{Postgres, find_nats, find_postgres, root},
+    find::{find_nats, find_postgres, root},
+    postgres::Postgres,
     services::{self, build},
 };
 use sqlx::PgPool;

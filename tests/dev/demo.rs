@@ -9,9 +9,9 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use e2e::{
     api::Api,
+    find::{find_nats, find_postgres},
     ledger::Ledger,
     proxy::{Flow, Proxy},
-    servers::{find_nats, find_postgres},
     services::{Kind, Service, build},
     wait::eventually,
     world::World,

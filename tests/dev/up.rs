@@ -4,7 +4,7 @@ use std::{fmt::Write as _, fs, path::Path, time::Duration};
 
 use anyhow::Context as _;
 use e2e::{
-    servers::free_port_or,
+    process::free_port_or,
     services::{Kind, Service, build},
     world::World,
 };
@@ -104,7 +104,7 @@ fn publish(file: &Path, world: &World, services: &[Service]) -> anyhow::Result<(
     let pid = |pid: Option<u32>| pid.map(|pid| pid.to_string());
     line("ORDERS_PID", pid(services[0].pid()));
     line("FULFILLMENT_PID", pid(services[1].pid()));
-    line("POSTGRES_PID", pid(world.own_postgres.as_ref().and_then(e2e::servers::Postgres::pid)));
+    line("POSTGRES_PID", pid(world.own_postgres.as_ref().and_then(e2e::postgres::Postgres::pid)));
     line("NATS_PID", pid(world.nats.pid()));
     if let Some(folder) = file.parent() {
         fs::create_dir_all(folder)?;

@@ -3,10 +3,12 @@
 
 pub mod api;
 pub mod broker;
+pub mod find;
 pub mod ledger;
+pub mod nats_server;
+pub mod postgres;
 pub mod process;
 pub mod proxy;
-pub mod servers;
 pub mod services;
 pub mod wait;
 pub mod world;

@@ -6,7 +6,8 @@
 
 use std::{
     ffi::OsString,
-    fs::File,
+    fs::{self, File},
+    net::TcpListener,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -126,4 +127,23 @@ impl Process {
     pub fn ended(&mut self) -> bool {
         matches!(self.shell.try_wait(), Ok(Some(_)))
     }
+}
+
+/// A port that was free a moment ago.
+pub fn free_port() -> anyhow::Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
+
+/// `wanted`, if it is free.
+pub fn free_port_or(wanted: u16) -> anyhow::Result<u16> {
+    TcpListener::bind(("127.0.0.1", wanted)).map(|_| wanted).or_else(|_| free_port())
+}
+
+/// The end of a log, for an error that wants an explanation.
+pub fn tail(log: &Path) -> String {
+    let text =
+        fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    let last = &lines[lines.len().saturating_sub(30)..];
+    format!("{}, last lines:\n{}", log.display(), last.join("\n"))
 }

@@ -10,8 +10,8 @@ use std::{
 use anyhow::{Context as _, ensure};
 
 use crate::{
-    process::{Process, Program},
-    servers::{free_port, root, tail},
+    find::root,
+    process::{Process, Program, free_port, tail},
     wait::eventually,
 };
 

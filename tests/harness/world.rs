@@ -12,7 +12,9 @@ use uuid::Uuid;
 use crate::{
     broker::Broker,
     ledger::Ledger,
-    servers::{NatsServer, Postgres, tail},
+    nats_server::NatsServer,
+    postgres::Postgres,
+    process::tail,
     services::{Kind, Plan, Service},
     wait::eventually,
 };

@@ -1,0 +1,141 @@
+//! A real nats-server on loopback.
+
+use std::{fs, net::SocketAddr, path::PathBuf, time::Duration};
+
+use anyhow::{Context as _, ensure};
+use tempfile::TempDir;
+
+use crate::{
+    find::find_nats,
+    process::{Process, Program, tail},
+    wait::eventually,
+};
+
+const START_LIMIT: Duration = Duration::from_secs(30);
+const STOP_LIMIT: Duration = Duration::from_secs(30);
+
+/// A nats-server with JetStream, ours or one that was given.
+#[derive(Debug)]
+pub struct NatsServer {
+    address: SocketAddr,
+    monitor_port: u16,
+    /// As it was given, with a password perhaps.
+    given: Option<String>,
+    ours: Option<OurNats>,
+    process: Option<Process>,
+}
+
+#[derive(Debug)]
+struct OurNats {
+    program: PathBuf,
+    data: TempDir,
+}
+
+impl NatsServer {
+    /// The server of `NATS_URL` if that is set, else a new one of our own.
+    pub async fn given_or_started() -> anyhow::Result<Self> {
+        let Ok(url) = std::env::var("NATS_URL") else { return Self::start().await };
+        let first: async_nats::ServerAddr = url.split(',').next().unwrap_or_default().parse()?;
+        let address = tokio::net::lookup_host((first.host(), first.port())).await?.next();
+        let address = address.with_context(|| format!("{} has no address", first.host()))?;
+        Ok(Self { address, monitor_port: 0, given: Some(url), ours: None, process: None })
+    }
+
+    /// A new server with an empty store, which is removed with it.
+    pub async fn start() -> anyhow::Result<Self> {
+        let data = tempfile::Builder::new().prefix("outbox-pair-nats-").tempdir()?;
+        let ours = OurNats { program: find_nats()?.path, data };
+        let address = ([127, 0, 0, 1], 0).into();
+        let mut server =
+            Self { address, monitor_port: 0, given: None, ours: Some(ours), process: None };
+        server.start_again().await?;
+        Ok(server)
+    }
+
+    pub fn url(&self) -> String {
+        self.given.clone().unwrap_or_else(|| format!("nats://{}", self.address))
+    }
+
+    /// None for a server that was given.
+    pub fn monitor_url(&self) -> Option<String> {
+        self.is_ours().then(|| format!("http://127.0.0.1:{}", self.monitor_port))
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub fn is_ours(&self) -> bool {
+        self.ours.is_some()
+    }
+
+    pub fn pid(&self) -> Option<u32> {
+        self.process.as_ref().map(Process::pid)
+    }
+
+    /// Whether it ended by itself.
+    pub fn ended(&mut self) -> bool {
+        self.process.as_mut().is_some_and(Process::ended)
+    }
+
+    /// Stops it: `TERM` in order, `KILL` at once.
+    pub async fn stop(&mut self, signal: &str) -> anyhow::Result<()> {
+        self.process
+            .take()
+            .context("it is not running, or not ours")?
+            .end(signal, STOP_LIMIT)
+            .await?;
+        Ok(())
+    }
+
+    /// Starts it where it was, on its ports and with its store. The first time, it chooses free
+    /// ports itself and writes them to a file, so there is no race for them.
+    pub async fn start_again(&mut self) -> anyhow::Result<()> {
+        let OurNats { program, data } = self.ours.as_ref().context("it is not ours")?;
+        let ports = data.path().join("ports");
+        // Ports of an earlier run must not be taken for this one's.
+        if ports.exists() {
+            fs::remove_dir_all(&ports)?;
+        }
+        fs::create_dir(&ports)?;
+        let port = |chosen: u16| if chosen == 0 { "-1".to_owned() } else { chosen.to_string() };
+        let program = Program {
+            path: program.clone(),
+            arguments: vec![
+                "--addr".into(),
+                "127.0.0.1".into(),
+                "--port".into(),
+                port(self.address.port()).into(),
+                "--http_port".into(),
+                port(self.monitor_port).into(),
+                "--ports_file_dir".into(),
+                ports.clone().into(),
+                "--jetstream".into(),
+                "--store_dir".into(),
+                data.path().join("store").into(),
+            ],
+            environment: Vec::new(),
+            user: None,
+            log: data.path().join("log"),
+            end_with: "KILL",
+            remove: Some(data.path().to_owned()),
+        };
+        let mut process = Process::start(&program).await?;
+        let file = ports.join(format!("nats-server_{}.ports", process.pid()));
+        let (port, monitor_port) =
+            eventually("nats-server says its ports", START_LIMIT, async || {
+                ensure!(!process.ended(), "it ended");
+                let chosen: serde_json::Value = serde_json::from_slice(&fs::read(&file)?)?;
+                let port = |kind: &str| -> Option<u16> {
+                    chosen[kind][0].as_str()?.rsplit(':').next()?.trim_end_matches('/').parse().ok()
+                };
+                port("nats").zip(port("monitoring")).context("a port is missing")
+            })
+            .await
+            .with_context(|| tail(&program.log))?;
+        self.address.set_port(port);
+        (self.monitor_port, self.process) = (monitor_port, Some(process));
+        Ok(())
+    }
+}

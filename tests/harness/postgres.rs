@@ -1,0 +1,162 @@
+//! A real PostgreSQL on loopback.
+
+use std::{os::unix::fs::chown, time::Duration};
+
+use anyhow::{Context as _, ensure};
+use sqlx::{Connection as _, PgConnection, postgres::PgConnectOptions};
+use tempfile::TempDir;
+
+use crate::{
+    find::{find_postgres, is_root},
+    process::{Process, Program, free_port, tail},
+    wait::eventually,
+};
+
+/// Whom PostgreSQL runs as when we are root, as which it refuses: nobody.
+const NOBODY: u32 = 65534;
+
+const START_LIMIT: Duration = Duration::from_secs(30);
+const STOP_LIMIT: Duration = Duration::from_secs(30);
+
+/// A PostgreSQL server, ours or one that was given.
+#[derive(Debug)]
+pub struct Postgres {
+    address: String,
+    program: Option<Program>,
+    process: Option<Process>,
+    _data: Option<TempDir>,
+}
+
+impl Postgres {
+    /// The server of `DATABASE_SERVER_URL` if that is set, else a new one of our own.
+    pub async fn given_or_started() -> anyhow::Result<Self> {
+        match std::env::var("DATABASE_SERVER_URL") {
+            Ok(address) => Ok(Self {
+                address: address.trim_end_matches('/').to_owned(),
+                program: None,
+                process: None,
+                _data: None,
+            }),
+            Err(_) => Self::start().await,
+        }
+    }
+
+    /// A new server with an empty data directory, which is removed with it.
+    pub async fn start() -> anyhow::Result<Self> {
+        let binaries = find_postgres()?.path;
+        let data = tempfile::Builder::new().prefix("outbox-pair-postgres-").tempdir()?;
+        let user = is_root().then_some(NOBODY);
+        if user.is_some() {
+            chown(data.path(), user, user)?;
+        }
+        let cluster = data.path().join("cluster");
+        let mut initdb = tokio::process::Command::new(binaries.join("initdb"));
+        initdb
+            .args([
+                "--username=postgres",
+                "--auth=trust",
+                "--encoding=UTF8",
+                "--no-locale",
+                "--no-sync",
+            ])
+            .arg("--pgdata")
+            .arg(&cluster)
+            .current_dir("/");
+        if let Some(user) = user {
+            initdb.uid(user).gid(user);
+        }
+        let output = initdb.output().await.context("cannot run initdb")?;
+        ensure!(output.status.success(), "initdb: {}", String::from_utf8_lossy(&output.stderr));
+
+        let port = free_port()?;
+        let settings = [
+            "listen_addresses=127.0.0.1".to_owned(),
+            format!("port={port}"),
+            "unix_socket_directories=".to_owned(),
+            "max_connections=400".to_owned(),
+            // The machine does not lose power here, the server does: what it has written to the
+            // operating system stays.
+            "fsync=off".to_owned(),
+            "full_page_writes=off".to_owned(),
+            // As a careless operator might have it. The services ask for better, and tests that
+            // kill the server would lose payments if they did not.
+            "synchronous_commit=off".to_owned(),
+        ];
+        let mut arguments = vec!["-D".into(), cluster.into()];
+        for setting in settings {
+            arguments.extend(["-c".into(), setting.into()]);
+        }
+        let program = Program {
+            path: binaries.join("postgres"),
+            arguments,
+            environment: Vec::new(),
+            user,
+            log: data.path().join("log"),
+            end_with: "QUIT",
+            remove: Some(data.path().to_owned()),
+        };
+        let mut server = Self {
+            address: format!("postgres://postgres@127.0.0.1:{port}"),
+            program: Some(program),
+            process: None,
+            _data: Some(data),
+        };
+        server.start_again().await?;
+        Ok(server)
+    }
+
+    /// The URL of one of its databases.
+    pub fn url(&self, database: &str) -> String {
+        format!("{}/{database}", self.address)
+    }
+
+    pub fn is_ours(&self) -> bool {
+        self.program.is_some()
+    }
+
+    pub fn pid(&self) -> Option<u32> {
+        self.process.as_ref().map(Process::pid)
+    }
+
+    /// Whether it ended by itself.
+    pub fn ended(&mut self) -> bool {
+        self.process.as_mut().is_some_and(Process::ended)
+    }
+
+    /// Stops it: `INT` lets nobody finish, `QUIT` is as if the power went.
+    pub async fn stop(&mut self, signal: &str) -> anyhow::Result<()> {
+        self.process
+            .take()
+            .context("it is not running, or not ours")?
+            .end(signal, STOP_LIMIT)
+            .await?;
+        Ok(())
+    }
+
+    /// Starts it where it was.
+    pub async fn start_again(&mut self) -> anyhow::Result<()> {
+        let program = self.program.as_ref().context("it is not ours")?;
+        self.process = Some(Process::start(program).await?);
+        let options: PgConnectOptions = self.url("postgres").parse()?;
+        eventually("PostgreSQL answers", START_LIMIT, async || {
+            Ok(PgConnection::connect_with(&options).await?.close().await?)
+        })
+        .await
+        .with_context(|| tail(&program.log))
+    }
+
+    /// Creates an empty database.
+    pub async fn create_database(&self, name: &str) -> anyhow::Result<()> {
+        self.execute(format!(r#"create database "{name}""#)).await
+    }
+
+    pub async fn drop_database(&self, name: &str) -> anyhow::Result<()> {
+        self.execute(format!(r#"drop database if exists "{name}" with (force)"#)).await
+    }
+
+    async fn execute(&self, statement: String) -> anyhow::Result<()> {
+        let mut connection = PgConnection::connect(&self.url("postgres")).await?;
+        sqlx::raw_sql(sqlx::AssertSqlSafe(statement)).execute(&mut connection).await?;
+        Ok(connection.close().await?)
+    }
+}
