@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, time::Duration};
 
 use clap::Parser;
-use shared::config::{Common, Run};
+use shared::config::{Common, Run, duration};
 
 /// Takes orders, confirms payments, and announces them through the outbox.
 #[derive(Debug, Clone, Parser)]
@@ -21,7 +21,7 @@ pub struct Config {
     pub relay_batch: u32,
 
     /// How often the relay looks without being woken, for example 500ms
-    #[arg(long, env, default_value = "500ms", value_parser = humantime::parse_duration)]
+    #[arg(long, env, default_value = "500ms", value_parser = duration)]
     pub relay_poll_interval: Duration,
 
     #[command(subcommand)]

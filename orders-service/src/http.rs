@@ -25,7 +25,7 @@ use shared::{
 };
 use sqlx::PgPool;
 use tokio::{sync::Notify, time::timeout};
-use tower_http::{catch_panic::CatchPanicLayer, trace::TraceLayer};
+use tower_http::catch_panic::CatchPanicLayer;
 use tracing::info;
 
 use crate::{
@@ -65,7 +65,6 @@ pub fn router(app: App) -> Router {
         .layer(CatchPanicLayer::custom(|_: Box<dyn std::any::Any + Send>| {
             ApiError::Internal(anyhow::anyhow!("a handler panicked")).into_response()
         }))
-        .layer(TraceLayer::new_for_http())
         .with_state(app)
 }
 
@@ -168,11 +167,12 @@ async fn readyz(State(app): State<App>) -> Response {
             let stream = stream.context("stream ORDERS cannot be asked for; run `setup`")?;
             anyhow::Ok(topology::compare_stream(topology::ORDERS, &stream.cached_info().config)?)
         };
+        let nats = app.nats.check();
         let (database, stream) =
             tokio::join!(in_time(database::check(&app.pool, &MIGRATOR)), in_time(stream));
         [
             ("database", database),
-            ("nats", app.nats.check()),
+            ("nats", nats),
             ("stream", stream),
             ("relay", app.relay_health.check()),
         ]

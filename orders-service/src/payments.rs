@@ -68,6 +68,7 @@ pub async fn confirm(
     let mut tx = database::begin(pool).await.context("cannot begin")?;
     let order =
         orders::lock(&mut tx, &confirmation.order_id).await.context("cannot lock the order")?;
+    let known = order.is_some();
     let payable = order.filter(|order| {
         order.amount_minor == confirmation.amount_minor && order.currency == confirmation.currency
     });
@@ -84,9 +85,13 @@ pub async fn confirm(
         // Crash point 1b, after commit: the row waits for any relay.
         return Ok(Outcome::Confirmed(payment));
     }
-    let refusal = explain(&mut tx, confirmation).await.context("cannot read why")?;
+    let in_the_way = find(&mut tx, confirmation).await.context("cannot read why")?;
     tx.rollback().await.context("cannot roll back")?;
-    Ok(refusal)
+    Ok(match in_the_way {
+        Some(payment) => payment.refuse(confirmation),
+        None if known => Outcome::AmountMismatch,
+        None => Outcome::UnknownOrder,
+    })
 }
 
 fn announce(
@@ -127,6 +132,7 @@ async fn insert(tx: &mut PgConnection, new: &Confirmation) -> sqlx::Result<Optio
     .await
 }
 
+/// A payment that stands in the way of another confirmation.
 struct Existing {
     transaction_id: TransactionId,
     order_id: OrderId,
@@ -136,9 +142,29 @@ struct Existing {
     confirmed_at: OffsetDateTime,
 }
 
-/// Why nothing was inserted. What stands in the way is committed by now, and never changes.
-async fn explain(tx: &mut PgConnection, new: &Confirmation) -> sqlx::Result<Outcome> {
-    let in_the_way = sqlx::query_as!(
+impl Existing {
+    fn refuse(self, new: &Confirmation) -> Outcome {
+        if self.transaction_id != new.transaction_id {
+            return Outcome::AlreadyPaid;
+        }
+        let same = self.order_id == new.order_id
+            && self.amount_minor == new.amount_minor
+            && self.currency == new.currency;
+        if !same {
+            return Outcome::TransactionConflict;
+        }
+        Outcome::Again(Payment {
+            transaction_id: self.transaction_id,
+            order_id: self.order_id,
+            event_id: self.event_id,
+            confirmed_at: self.confirmed_at,
+        })
+    }
+}
+
+/// Why nothing was inserted. What is found is committed, and never changes.
+async fn find(tx: &mut PgConnection, new: &Confirmation) -> sqlx::Result<Option<Existing>> {
+    sqlx::query_as!(
         Existing,
         r#"select transaction_id as "transaction_id: TransactionId", order_id as "order_id: OrderId",
                   amount_minor as "amount_minor: AmountMinor", currency as "currency: Currency",
@@ -151,24 +177,6 @@ async fn explain(tx: &mut PgConnection, new: &Confirmation) -> sqlx::Result<Outc
         new.transaction_id.as_str(),
         new.order_id.as_str(),
     )
-    .fetch_optional(&mut *tx)
-    .await?;
-    Ok(match in_the_way {
-        Some(payment) if payment.transaction_id != new.transaction_id => Outcome::AlreadyPaid,
-        Some(payment)
-            if payment.order_id == new.order_id
-                && payment.amount_minor == new.amount_minor
-                && payment.currency == new.currency =>
-        {
-            Outcome::Again(Payment {
-                transaction_id: payment.transaction_id,
-                order_id: payment.order_id,
-                event_id: payment.event_id,
-                confirmed_at: payment.confirmed_at,
-            })
-        }
-        Some(_) => Outcome::TransactionConflict,
-        None if orders::lock(tx, &new.order_id).await?.is_none() => Outcome::UnknownOrder,
-        None => Outcome::AmountMismatch,
-    })
+    .fetch_optional(tx)
+    .await
 }

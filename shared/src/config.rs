@@ -32,7 +32,7 @@ pub struct Common {
     pub database_max_connections: u32,
 
     /// How long the drain after a signal may take, for example 20s
-    #[arg(long, env, default_value = "20s", value_parser = humantime::parse_duration)]
+    #[arg(long, env, default_value = "20s", value_parser = duration)]
     pub shutdown_grace: Duration,
 
     /// How log lines look, text or json, for example text
@@ -68,6 +68,18 @@ fn replicas(text: &str) -> Result<usize, &'static str> {
         "3" => Ok(3),
         "2" => Err("two replicas lose their quorum with either of them"),
         _ => Err("not 1 or 3"),
+    }
+}
+
+/// A time span such as `500ms` or `20s`; not zero, which would be a busy loop.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    match humantime::parse_duration(text) {
+        Ok(Duration::ZERO) => Err("must not be zero".to_owned()),
+        Ok(span) => Ok(span),
+        Err(error) => Err(error.to_string()),
     }
 }
 
@@ -142,6 +154,7 @@ mod tests {
                 "16",
             ),
             (&[DATABASE, "--shutdown-grace=soon"], "SHUTDOWN_GRACE", "expected number", "20s"),
+            (&[DATABASE, "--shutdown-grace=0s"], "SHUTDOWN_GRACE", "zero", "20s"),
             (&[DATABASE, "--log-format=loud"], "LOG_FORMAT", "possible values", "text"),
         ] {
             let line = complaint(arguments);

@@ -6,11 +6,11 @@
 //! once however often it is asked (inbox, business key), because redelivery is normal: after a
 //! crash, a lost ack, a slow batch.
 
-use std::time::Duration;
+use std::{panic::AssertUnwindSafe, time::Duration};
 
 use anyhow::{Context as _, bail};
 use async_nats::jetstream::{AckKind, Message, consumer::PullConsumer};
-use futures_util::{StreamExt as _, future::join_all};
+use futures_util::{FutureExt as _, StreamExt as _, future::join_all};
 use sqlx::PgPool;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
@@ -124,29 +124,43 @@ impl<H: Handler> Consumer<H> {
     /// One unit of work: decodes, handles and settles `messages`. Those it has to let go of because
     /// of `stop` are delivered again.
     pub async fn process(&self, messages: Vec<Message>, stop: &CancellationToken) {
-        let mut deliveries = Vec::with_capacity(messages.len());
-        let mut settled = Vec::new();
+        let mut new = Vec::with_capacity(messages.len());
+        let mut suspects = Vec::new();
         for message in messages {
             let Some(origin) = Origin::of(message) else {
-                error!(
-                    "a message without a JetStream reply subject was delivered to {}",
-                    self.durable
-                );
+                error!("a message that is not JetStream's was delivered to {}", self.durable);
                 continue;
             };
             match self.read(origin) {
-                Ok(delivery) => deliveries.push(delivery),
+                Ok(delivery) if delivery.origin.deliveries == 1 => new.push(delivery),
+                Ok(delivery) => suspects.push(delivery),
                 Err((origin, reason, error)) => {
-                    let verdict = self.reject(&origin, reason, &error, stop).await;
-                    settled.extend(verdict.map(|verdict| (origin, verdict)));
+                    if let Some(verdict) = self.reject(&origin, reason, &error, stop).await {
+                        self.settle(&origin, &verdict).await;
+                    }
                 }
             }
         }
-        let verdicts = self.apply(&deliveries, stop).await;
-        let handled = deliveries.into_iter().zip(verdicts);
-        settled.extend(handled.filter_map(|(delivery, verdict)| Some((delivery.origin, verdict?))));
+        self.handle(&new, stop).await;
+        // One of those delivered before may be what killed the process then. If it does so again,
+        // the others must not be in hand with it until they are all given up: so each alone, and
+        // every other time from the other end.
+        if suspects.iter().any(|suspect| suspect.origin.deliveries % 2 == 1) {
+            suspects.reverse();
+        }
+        for suspect in &suspects {
+            self.handle(std::slice::from_ref(suspect), stop).await;
+        }
+    }
+
+    /// Applies deliveries and settles them.
+    async fn handle(&self, deliveries: &[Delivery<H::Data>], stop: &CancellationToken) {
+        let verdicts = self.apply(deliveries, stop).await;
+        let settled = deliveries.iter().zip(&verdicts).filter_map(|(delivery, verdict)| {
+            Some(self.settle(&delivery.origin, verdict.as_ref()?))
+        });
         // Crash point 3b, after commit and before ack: delivered again, found in the inbox, acked.
-        join_all(settled.iter().map(|(origin, verdict)| self.settle(origin, verdict))).await;
+        join_all(settled).await;
     }
 
     /// Understands a message, or says why it belongs into the dead letters.
@@ -206,16 +220,13 @@ impl<H: Handler> Consumer<H> {
         stop: &CancellationToken,
     ) -> Option<anyhow::Result<Vec<Verdict>>> {
         for attempt in 1.. {
-            let error = match self.handler.handle(deliveries).await {
-                Ok(verdicts) => {
-                    debug_assert_eq!(
-                        verdicts.len(),
-                        deliveries.len(),
-                        "a verdict for each delivery"
-                    );
-                    return Some(Ok(verdicts));
-                }
-                Err(error) => error,
+            // A panic is a failure like any other: its transaction is rolled back, and the message
+            // that causes it ends in the dead letters, not the process.
+            let handled = AssertUnwindSafe(self.handler.handle(deliveries)).catch_unwind().await;
+            let error = match handled {
+                Ok(Ok(verdicts)) => return Some(Ok(verdicts)),
+                Ok(Err(error)) => error,
+                Err(_) => anyhow::anyhow!("the handler panicked"),
             };
             if !self.is_outage(&error).await {
                 return Some(Err(error));

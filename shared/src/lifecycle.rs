@@ -16,7 +16,7 @@ use tokio::{
     time::timeout,
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
-use tracing::{Instrument as _, Span, error, info};
+use tracing::{error, info};
 
 use crate::telemetry::Causes;
 
@@ -66,7 +66,7 @@ impl Lifecycle {
         &self,
         work: impl Future<Output = T> + Send + 'static,
     ) -> T {
-        match self.tasks.spawn(work.instrument(Span::current())).await {
+        match self.tasks.spawn(work).await {
             Ok(done) => done,
             Err(panicked) => std::panic::resume_unwind(panicked.into_panic()),
         }

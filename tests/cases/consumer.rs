@@ -2,15 +2,22 @@
 
 use std::time::Duration;
 
-use async_nats::jetstream::{AckKind, consumer::PullConsumer};
+use async_nats::jetstream::{AckKind, Message, consumer::PullConsumer};
 use e2e::{services::Kind, wait::eventually, world::World};
 use fulfillment_service::{CONSUMER, intake::Intake};
 use futures_util::StreamExt as _;
 use serde_json::Value;
 use shared::{
-    consumer::Consumer, database, inbox, lifecycle::Health, topology, values::TransactionId,
+    consumer::Consumer,
+    database,
+    events::{PAYMENT_CONFIRMED, PaymentConfirmed},
+    handler::{Delivery, Handler, Verdict},
+    inbox,
+    lifecycle::Health,
+    topology,
+    values::TransactionId,
 };
-use sqlx::Row as _;
+use sqlx::{PgPool, Row as _};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{AMOUNT, LIMIT, bytes, connected, event, number};
@@ -24,6 +31,34 @@ async fn consumed(world: &World) {
     })
     .await
     .unwrap();
+}
+
+/// A consumer in this process, to be stepped by hand.
+async fn consumer<H: Handler>(world: &World, handler: H, max_deliveries: i64) -> Consumer<H> {
+    Consumer {
+        pool: world.fulfillment.clone(),
+        nats: connected(&world.nats.url()).await,
+        stream: topology::ORDERS,
+        durable: CONSUMER,
+        batch: 200,
+        max_deliveries,
+        handler,
+        health: Health::default(),
+    }
+}
+
+/// What the durable has to deliver, at most `most`; waits for the first.
+async fn deliveries(world: &World, most: usize) -> Vec<Message> {
+    let durable: PullConsumer =
+        world.broker.js.get_consumer_from_stream(CONSUMER, topology::ORDERS).await.unwrap();
+    eventually("something is delivered", LIMIT, async || {
+        let fetched = durable.fetch().max_messages(most).messages().await?;
+        let batch: Vec<_> = fetched.map(Result::unwrap).collect().await;
+        anyhow::ensure!(!batch.is_empty(), "nothing");
+        Ok(batch)
+    })
+    .await
+    .unwrap()
 }
 
 const DISPATCHES: &str = "select count(*) from dispatches";
@@ -294,21 +329,9 @@ async fn duplicates_within_one_batch_are_one_dispatch() {
     for each in [&one, &one, &same_payment, &conflict, &one] {
         world.broker.publish(&bytes(each), None).await.unwrap();
     }
-    let nats = connected(&world.nats.url()).await;
-    let durable: PullConsumer =
-        nats.jetstream().get_consumer_from_stream(CONSUMER, topology::ORDERS).await.unwrap();
-    let batch: Vec<_> =
-        durable.messages().await.unwrap().take(5).map(Result::unwrap).collect().await;
-    let consumer = Consumer {
-        pool: world.fulfillment.clone(),
-        nats,
-        stream: topology::ORDERS,
-        durable: CONSUMER,
-        batch: 200,
-        max_deliveries: 10,
-        handler: Intake { pool: world.fulfillment.clone() },
-        health: Health::default(),
-    };
+    let consumer = consumer(&world, Intake { pool: world.fulfillment.clone() }, 10).await;
+    let batch = deliveries(&world, 5).await;
+    assert_eq!(batch.len(), 5);
     consumer.process(batch, &CancellationToken::new()).await;
     let dispatched: (TransactionId, i64) =
         sqlx::query_as("select transaction_id, amount_minor from dispatches")
@@ -356,6 +379,108 @@ async fn a_consumer_that_was_deleted_or_changed_is_reported_and_used_again_when_
     consumed(&world).await;
     assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1, "nothing was lost meanwhile");
 }
+
+/// A handler with a bug.
+struct Panics;
+
+impl Handler for Panics {
+    const EVENT_TYPE: &'static str = PAYMENT_CONFIRMED;
+    type Data = PaymentConfirmed;
+
+    async fn handle(&self, batch: &[Delivery<PaymentConfirmed>]) -> anyhow::Result<Vec<Verdict>> {
+        assert!(
+            batch.iter().all(|delivery| delivery.event.data.order_id.as_str() != "A-2"),
+            "a bug"
+        );
+        Ok(batch.iter().map(|_| Verdict::Done).collect())
+    }
+}
+
+#[tokio::test]
+async fn a_handler_that_panics_fails_its_message_and_not_the_process() {
+    let world = World::new().await.unwrap();
+    for n in 1..=3 {
+        world
+            .broker
+            .publish(&bytes(&event(&format!("tx-{n}"), &format!("A-{n}"), AMOUNT)), None)
+            .await
+            .unwrap();
+    }
+    let consumer = consumer(&world, Panics, 1).await;
+    consumer.process(deliveries(&world, 3).await, &CancellationToken::new()).await;
+    assert_eq!(
+        world.broker.consumer_backlog().await.unwrap(),
+        (0, 1),
+        "two acked, one comes again"
+    );
+    consumer.process(deliveries(&world, 1).await, &CancellationToken::new()).await;
+    assert_eq!(world.broker.consumer_backlog().await.unwrap(), (0, 0));
+    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 1);
+}
+
+/// The poison's insert waits for a lock that the test holds.
+const HANG_FOR_A_5: &str = "
+    create function hang() returns trigger language plpgsql as $$
+    begin
+        perform pg_advisory_xact_lock(1);
+        return new;
+    end $$;
+    create trigger hang before insert on dispatches for each row when (new.order_id = 'A-5')
+    execute function hang();";
+
+/// The worst message: whoever handles it dies at once, with everything in hand. The test plays the
+/// killer, and drops the batch whenever the poison is reached.
+#[tokio::test]
+async fn a_message_that_kills_its_process_takes_no_other_with_it() {
+    let world = World::new().await.unwrap();
+    let mut impatient = topology::wanted(1)[0].consumers[0].clone();
+    impatient.ack_wait = Duration::from_secs(1);
+    world.broker.js.create_consumer_on_stream(impatient, topology::ORDERS).await.unwrap();
+    sqlx::raw_sql(HANG_FOR_A_5).execute(&world.fulfillment).await.unwrap();
+    let mut lock = database::begin(&world.fulfillment).await.unwrap();
+    sqlx::query("select pg_advisory_xact_lock(1)").execute(&mut *lock).await.unwrap();
+    for n in 1..=9 {
+        world
+            .broker
+            .publish(&bytes(&event(&format!("tx-{n}"), &format!("A-{n}"), AMOUNT)), None)
+            .await
+            .unwrap();
+    }
+
+    let stop = CancellationToken::new();
+    let mut deaths = 0;
+    while world.broker.consumer_backlog().await.unwrap() != (0, 0) {
+        // A pool of its own, as a process has: it goes with the consumer.
+        let pool = PgPool::connect(&world.database_url(Kind::Fulfillment)).await.unwrap();
+        let mut consumer = consumer(&world, Intake { pool: pool.clone() }, 3).await;
+        consumer.pool = pool;
+        let death = eventually("the poison is reached", LIMIT, async || {
+            let waiting = number(&world.fulfillment, WAITING).await;
+            anyhow::ensure!(waiting > 0, "not yet");
+            Ok(())
+        });
+        tokio::select! {
+            () = consumer.process(deliveries(&world, 9).await, &stop) => {}
+            dead = death => {
+                dead.unwrap();
+                deaths += 1;
+            }
+        }
+        let kill =
+            "select pg_terminate_backend(pid) from pg_stat_activity where wait_event = 'advisory'
+                    and datname = current_database()";
+        sqlx::query(kill).execute(&world.fulfillment).await.unwrap();
+    }
+    assert_eq!(deaths, 3, "as often as it may be delivered");
+    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 8);
+    let given_up = "select convert_from(body, 'utf8')::json ->> 'subject' from dead_letters";
+    let given_up: Vec<String> =
+        sqlx::query_scalar(given_up).fetch_all(&world.fulfillment).await.unwrap();
+    assert_eq!(given_up, ["A-5"]);
+}
+
+const WAITING: &str = "select count(*) from pg_stat_activity where wait_event = 'advisory'
+                       and datname = current_database()";
 
 #[tokio::test]
 async fn a_dead_letter_keeps_the_headers() {

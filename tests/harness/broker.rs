@@ -7,7 +7,8 @@ use async_nats::{
 };
 use futures_util::{StreamExt as _, TryStreamExt as _};
 use serde_json::Value;
-use shared::{events::PAYMENT_CONFIRMED_SUBJECT, topology};
+
+use crate::contract::{CONSUMER, ORDERS, PAYMENT_CONFIRMED};
 
 /// A connection of our own, past all proxies.
 #[derive(Debug, Clone)]
@@ -48,12 +49,12 @@ impl Broker {
         if let Some(id) = message_id {
             message = message.message_id(id);
         }
-        let ack = self.js.send_publish(PAYMENT_CONFIRMED_SUBJECT, message).await?.await?;
+        let ack = self.js.send_publish(PAYMENT_CONFIRMED, message).await?.await?;
         Ok(ack.duplicate)
     }
 
     pub async fn stream(&self) -> anyhow::Result<Stream> {
-        self.js.get_stream(topology::ORDERS).await.context("no stream")
+        self.js.get_stream(ORDERS).await.context("no stream")
     }
 
     /// How many messages the stream holds.
@@ -90,20 +91,14 @@ impl Broker {
 
     /// The durable of fulfillment: what it has not delivered, and what nobody has acked.
     pub async fn consumer_backlog(&self) -> anyhow::Result<(u64, usize)> {
-        let consumer: PullConsumer = self
-            .js
-            .get_consumer_from_stream(fulfillment_service::CONSUMER, topology::ORDERS)
-            .await?;
+        let consumer: PullConsumer = self.js.get_consumer_from_stream(CONSUMER, ORDERS).await?;
         let info = consumer.cached_info();
         Ok((info.num_pending, info.num_ack_pending))
     }
 
     /// How many messages of the durable are acked or terminated, counted from the first.
     pub async fn acked(&self) -> anyhow::Result<u64> {
-        let consumer: PullConsumer = self
-            .js
-            .get_consumer_from_stream(fulfillment_service::CONSUMER, topology::ORDERS)
-            .await?;
+        let consumer: PullConsumer = self.js.get_consumer_from_stream(CONSUMER, ORDERS).await?;
         let info = consumer.cached_info();
         Ok(info.delivered.stream_sequence - info.num_ack_pending as u64)
     }

@@ -3,7 +3,6 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, ensure};
-use shared::topology;
 use sqlx::{PgPool, postgres::PgPoolOptions};
 use tempfile::TempDir;
 use tokio::sync::OnceCell;
@@ -11,6 +10,7 @@ use uuid::Uuid;
 
 use crate::{
     broker::Broker,
+    contract::{FULFILLMENT, NOTICES, ORDERS},
     ledger::Ledger,
     nats_server::NatsServer,
     postgres::Postgres,
@@ -100,10 +100,13 @@ impl World {
         })
     }
 
-    async fn set_up(self) -> anyhow::Result<Self> {
-        orders_service::MIGRATOR.run(&self.orders).await?;
-        fulfillment_service::MIGRATOR.run(&self.fulfillment).await?;
-        shared::topology::upsert(&self.broker.js, 1).await?;
+    /// Has both services migrate their databases and upsert the topology.
+    pub async fn set_up(self) -> anyhow::Result<Self> {
+        let plans = [self.plan(Kind::Orders)?, self.plan(Kind::Fulfillment)?];
+        let (orders, fulfillment) = tokio::try_join!(plans[0].run("setup"), plans[1].run("setup"))?;
+        for (code, plan) in [orders, fulfillment].iter().zip(&plans) {
+            ensure!(*code == 0, "setup failed: {}", tail(&plan.log));
+        }
         Ok(self)
     }
 
@@ -114,10 +117,10 @@ impl World {
         if self.nats.is_ours() {
             self.nats.stop("KILL").await?;
         } else {
-            for stream in [topology::ORDERS, topology::FULFILLMENT] {
+            for stream in [ORDERS, FULFILLMENT] {
                 self.broker.js.delete_stream(stream).await?;
             }
-            self.broker.js.delete_key_value(topology::NOTICES).await?;
+            self.broker.js.delete_key_value(NOTICES).await?;
         }
         match &mut self.own_postgres {
             Some(postgres) if postgres.is_ours() => postgres.stop("QUIT").await,
