@@ -1,10 +1,11 @@
 //! A real PostgreSQL on loopback.
 
-use std::{os::unix::fs::chown, time::Duration};
+use std::{net::SocketAddr, os::unix::fs::chown, time::Duration};
 
 use anyhow::{Context as _, ensure};
 use sqlx::{Connection as _, PgConnection, postgres::PgConnectOptions};
 use tempfile::TempDir;
+use tokio::net::lookup_host;
 
 use crate::{
     find::{find_postgres, is_root},
@@ -103,6 +104,13 @@ impl Postgres {
         };
         server.start_again().await?;
         Ok(server)
+    }
+
+    /// Where it listens.
+    pub async fn address(&self) -> anyhow::Result<SocketAddr> {
+        let options: PgConnectOptions = self.url("postgres").parse()?;
+        let mut found = lookup_host((options.get_host(), options.get_port())).await?;
+        found.next().context("the server has no address")
     }
 
     /// The URL of one of its databases.

@@ -1,7 +1,7 @@
 //! A TCP proxy that can hold back one direction, or refuse: the fault that makes "published, but
 //! the acknowledgement never came" happen on purpose.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, time::Duration};
 
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -25,12 +25,17 @@ pub enum Flow {
     /// Everything, until the client publishes; from then on as `HoldReplies`. So the client can
     /// connect first, and the very first acknowledgement is held already.
     HoldAcks,
+    /// Everything, each answer some milliseconds late.
+    Slow,
     /// Nothing: connections are closed, and new ones at once.
     Cut,
 }
 
 /// How a publish with headers begins, on a line of its own. The services publish no other way.
 const PUBLISH: &[u8] = b"HPUB orders.";
+
+/// How late an answer is in `Flow::Slow`.
+const LATE: Duration = Duration::from_millis(2);
 
 /// Stands between a client and a server. Dropping it closes all connections.
 #[derive(Debug)]
@@ -70,6 +75,10 @@ impl Proxy {
         Ok(Self { address, flow, _accepting: AbortOnDropHandle::new(accepting) })
     }
 
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
     pub fn url(&self) -> String {
         format!("nats://{}", self.address)
     }
@@ -103,7 +112,14 @@ async fn requests(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, flow: watch::
 async fn replies(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut flow: watch::Receiver<Flow>) {
     let mut buffer = vec![0; 64 * 1024];
     while let Ok(length @ 1..) = from.read(&mut buffer).await {
-        let may_pass = flow.wait_for(|flow| *flow != Flow::HoldReplies).await.is_ok();
+        let may_pass =
+            match flow.wait_for(|flow| *flow != Flow::HoldReplies).await.map(|flow| *flow) {
+                Ok(Flow::Slow) => {
+                    tokio::time::sleep(LATE).await;
+                    true
+                }
+                passed => passed.is_ok(),
+            };
         if !may_pass || to.write_all(&buffer[..length]).await.is_err() {
             return;
         }

@@ -3,7 +3,10 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, ensure};
-use sqlx::{PgPool, postgres::PgPoolOptions};
+use sqlx::{
+    ConnectOptions as _, PgPool,
+    postgres::{PgConnectOptions, PgPoolOptions},
+};
 use tempfile::TempDir;
 use tokio::sync::OnceCell;
 use uuid::Uuid;
@@ -15,6 +18,7 @@ use crate::{
     nats_server::NatsServer,
     postgres::Postgres,
     process::tail,
+    proxy::Proxy,
     services::{Kind, Plan, Service},
     wait::eventually,
 };
@@ -135,7 +139,7 @@ impl World {
         Ok(())
     }
 
-    fn postgres(&self) -> &Postgres {
+    pub fn postgres(&self) -> &Postgres {
         self.own_postgres.as_ref().or(self.shared_postgres.as_deref()).expect("build made sure")
     }
 
@@ -144,6 +148,13 @@ impl World {
             Kind::Orders => &self.orders_name,
             Kind::Fulfillment => &self.fulfillment_name,
         })
+    }
+
+    /// The same through a proxy.
+    pub fn database_url_through(&self, kind: Kind, proxy: &Proxy) -> anyhow::Result<String> {
+        let options: PgConnectOptions = self.database_url(kind).parse()?;
+        let address = proxy.address();
+        Ok(options.host(&address.ip().to_string()).port(address.port()).to_url_lossy().into())
     }
 
     /// How to run a service in this world.
