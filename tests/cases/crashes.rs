@@ -34,7 +34,7 @@ async fn blocked(pool: &PgPool, service: &'static str) {
 
 async fn proxied_orders(world: &World) -> (Proxy, e2e::services::Service, Api) {
     let proxy = Proxy::start(world.nats.address()).await.unwrap();
-    let orders = world.plan_through(Kind::Orders, &proxy.url()).unwrap().start().await.unwrap();
+    let orders = world.plan_through(Kind::Orders, &proxy).unwrap().start().await.unwrap();
     let api = Api::new(orders.url());
     eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();
     (proxy, orders, api)
@@ -130,7 +130,7 @@ async fn crash_point_2_beyond_the_brokers_window_is_absorbed_by_the_inbox() {
     config.duplicate_window = std::time::Duration::from_millis(100);
     world.broker.js.update_stream(&config).await.unwrap();
     let proxy = Proxy::start(world.nats.address()).await.unwrap();
-    let mut orders = world.plan_through(Kind::Orders, &proxy.url()).unwrap().start().await.unwrap();
+    let mut orders = world.plan_through(Kind::Orders, &proxy).unwrap().start().await.unwrap();
     let api = Api::new(orders.url());
     // Not ready, because of the window; it works all the same.
     eventually("it is connected", LIMIT, async || {
@@ -186,7 +186,7 @@ async fn crash_point_3a_before_commit_everything_is_delivered_again() {
 async fn crash_point_3b_between_commit_and_ack_is_absorbed_by_the_inbox() {
     let world = World::new().await.unwrap();
     let proxy = Proxy::start(world.nats.address()).await.unwrap();
-    let plan = world.plan_through(Kind::Fulfillment, &proxy.url()).unwrap();
+    let plan = world.plan_through(Kind::Fulfillment, &proxy).unwrap();
     let mut fulfillment = plan.start().await.unwrap();
     let api = Api::new(fulfillment.url());
     eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();

@@ -69,7 +69,7 @@ async fn an_outage_of_the_database_costs_no_message_and_no_delivery() {
     // The orders database stays: the load must go on. So the two live on different servers.
     let orders_world = World::new().await.unwrap();
     let mut world = World::with_own_postgres().await.unwrap();
-    let plan = orders_world.plan_through(Kind::Orders, &world.nats.url()).unwrap();
+    let plan = orders_world.plan_with(Kind::Orders, &world.nats.url()).unwrap();
     let orders = plan.start().await.unwrap();
     let fulfillment = world.start(Kind::Fulfillment).await.unwrap();
     let (orders_api, api) = (Api::new(orders.url()), Api::new(fulfillment.url()));

@@ -340,7 +340,7 @@ async fn with_two_replicas_no_event_waits_for_a_poll() {
 async fn no_transaction_is_open_while_the_broker_is_waited_for() {
     let world = World::new().await.unwrap();
     let proxy = e2e::proxy::Proxy::start(world.nats.address()).await.unwrap();
-    let service = world.plan_through(Kind::Orders, &proxy.url()).unwrap().start().await.unwrap();
+    let service = world.plan_through(Kind::Orders, &proxy).unwrap().start().await.unwrap();
     let api = e2e::api::Api::new(service.url());
     eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();
     proxy.set(e2e::proxy::Flow::HoldReplies);

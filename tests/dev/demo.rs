@@ -18,7 +18,7 @@ use e2e::{
 };
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::Value;
-use sqlx::{PgPool, Row as _};
+use sqlx::PgPool;
 use time::{OffsetDateTime, macros::format_description};
 use uuid::Uuid;
 
@@ -45,11 +45,14 @@ pub(crate) async fn run() -> anyhow::Result<()> {
     let given = |name: &str| std::env::var_os(name).map(|_| format!("as given in {name}"));
     show.line(
         "postgres",
-        &given("DATABASE_SERVER_URL").map_or_else(|| postgres.map(|f| f.how), Ok)?,
+        given("DATABASE_SERVER_URL").map_or_else(|| postgres.map(|f| f.how), Ok)?,
     );
-    show.line("nats", &given("NATS_URL").map_or_else(|| nats.map(|f| f.how), Ok)?);
+    show.line("nats", given("NATS_URL").map_or_else(|| nats.map(|f| f.how), Ok)?);
     let world = World::bare().await?;
     let verdict = story(&show, &world).await;
+    if verdict.is_err() {
+        world.print_logs();
+    }
     world.close().await?;
     verdict
 }
@@ -64,21 +67,21 @@ struct Stage<'a> {
 
 async fn story(show: &Timeline, world: &World) -> anyhow::Result<()> {
     let proxy = Proxy::start(world.nats.address()).await?;
-    let orders = world.plan_through(Kind::Orders, &proxy.url())?;
+    let orders = world.plan_through(Kind::Orders, &proxy)?;
     let fulfillment = world.plan(Kind::Fulfillment)?;
     for plan in [&orders, &fulfillment] {
         ensure!(plan.run("setup").await? == 0, "setup failed, see {}", plan.log.display());
     }
     show.line("setup", "two databases migrated; streams, consumers and the bucket are as wanted");
     let orders = orders.start().await?;
-    let fulfillment = fulfillment.start().await?;
+    let mut fulfillment = fulfillment.start().await?;
     let api = Api::new(orders.url());
     for api in [&api, &Api::new(fulfillment.url())] {
         eventually("the service is ready", LIMIT, async || api.ready().await).await?;
     }
     show.line(
         "services",
-        &format!(
+        format_args!(
             "orders-service ready on {}, fulfillment-service on {}",
             orders.url(),
             fulfillment.url()
@@ -92,9 +95,9 @@ async fn story(show: &Timeline, world: &World) -> anyhow::Result<()> {
     let unmarked = stage.crash_between_publish_and_mark().await?;
     let ledger = stage.come_back().await?;
     stage.tell_one_story(&format!("storm-{}", STORMY - 1)).await?;
-    stage.verdict(&ledger, by_broker, unmarked)?;
-    drop(fulfillment);
-    Ok(())
+    let codes = [stage.orders.end("TERM").await?, fulfillment.end("TERM").await?];
+    ensure!(codes == [0, 0], "the services did not drain: exit codes {codes:?}");
+    stage.verdict(&ledger, by_broker, unmarked)
 }
 
 impl Stage<'_> {
@@ -136,16 +139,16 @@ impl Stage<'_> {
         let (new, again) = self.confirm("calm", CALM, TWICE).await?;
         self.show.line(
             "provider",
-            &format!(
+            format_args!(
                 "{CALM} orders paid with {} confirmations, {TWICE} of them sent twice at once",
                 new + again
             ),
         );
-        self.show.line("orders", &format!("{new} answered 201, {again} answered 200 with the same body (guard: one_payment_per_transaction)"));
+        self.show.line("orders", format_args!("{new} answered 201, {again} answered 200 with the same body (guard: one_payment_per_transaction)"));
         self.dispatched(CALM).await?;
         let count = self.world.broker.count().await?;
-        self.show.line("broker", &format!("{count} events in stream ORDERS"));
-        self.show.line("fulfillment", &format!("{CALM} dispatches requested"));
+        self.show.line("broker", format_args!("{count} events in stream ORDERS"));
+        self.show.line("fulfillment", format_args!("{CALM} dispatches requested"));
         Ok(())
     }
 
@@ -171,22 +174,26 @@ impl Stage<'_> {
             recognised +=
                 usize::from(broker.publish(&message.body, message.message_id.as_deref()).await?);
         }
-        self.show.line("by hand", &format!("{WITH_ID} events again, with their message ids"));
-        self.show.line("broker", &format!("{recognised} recognised as duplicates (guard: Nats-Msg-Id within the duplicate window)"));
+        self.show.line("by hand", format_args!("{WITH_ID} events again, with their message ids"));
+        self.show.line("broker", format_args!("{recognised} recognised as duplicates (guard: Nats-Msg-Id within the duplicate window)"));
         for message in &stored[..WITHOUT_ID] {
             broker.publish(&message.body, None).await?;
         }
         self.show.line(
             "by hand",
-            &format!("{WITHOUT_ID} events again without message ids, as if the window had passed"),
+            format_args!(
+                "{WITHOUT_ID} events again without message ids, as if the window had passed"
+            ),
         );
         let mut event: Value = serde_json::from_slice(&stored[0].body)?;
         for _ in 0..NEW_ID {
             event["id"] = Uuid::now_v7().to_string().into();
             broker.publish(&serde_json::to_vec(&event)?, None).await?;
         }
-        self.show
-            .line("by hand", &format!("{NEW_ID} new events for a transaction that was dispatched"));
+        self.show.line(
+            "by hand",
+            format_args!("{NEW_ID} new events for a transaction that was dispatched"),
+        );
         event["id"] = Uuid::now_v7().to_string().into();
         event["data"]["amountMinor"] = (AMOUNT * 100).into();
         broker.publish(&serde_json::to_vec(&event)?, None).await?;
@@ -200,14 +207,14 @@ impl Stage<'_> {
         drop(wait);
         self.show.line(
             "fulfillment",
-            &format!(
+            format_args!(
                 "{} copies absorbed by eventId (guard: one_claim_per_event)",
                 ledger.absorbed_by_event_id
             ),
         );
         self.show.line(
             "fulfillment",
-            &format!(
+            format_args!(
                 "{} absorbed by transactionId (guard: one_dispatch_per_transaction)",
                 ledger.absorbed_by_transaction_id
             ),
@@ -216,9 +223,9 @@ impl Stage<'_> {
             ledger.dead_letters.get("transaction_conflict").copied().unwrap_or_default();
         self.show.line(
             "fulfillment",
-            &format!("{conflicts} conflict set aside in dead_letters, not applied"),
+            format_args!("{conflicts} conflict set aside in dead_letters, not applied"),
         );
-        self.show.line("fulfillment", &format!("still {} dispatches", ledger.dispatches));
+        self.show.line("fulfillment", format_args!("still {} dispatches", ledger.dispatches));
         Ok(recognised)
     }
 
@@ -244,10 +251,10 @@ impl Stage<'_> {
         let (new, _) = self.confirm("storm", STORMY, 0).await?;
         self.show.line(
             "orders",
-            &format!("{new} more payments answered 201: confirming needs no broker"),
+            format_args!("{new} more payments answered 201: confirming needs no broker"),
         );
         let waiting = number(&self.world.orders, UNMARKED).await?;
-        self.show.line("outbox", &format!("{waiting} events wait"));
+        self.show.line("outbox", format_args!("{waiting} events wait"));
         Ok(())
     }
 
@@ -266,9 +273,9 @@ impl Stage<'_> {
         .await?;
         bar.finish_and_clear();
         self.show.line("network", "mended, but the broker's acknowledgements do not come through");
-        self.show.line("broker", &format!("{STORMY} more events in stream ORDERS"));
+        self.show.line("broker", format_args!("{STORMY} more events in stream ORDERS"));
         let code = self.orders.end("KILL").await?;
-        self.show.line("orders", &format!("killed with SIGKILL (exit code {code})"));
+        self.show.line("orders", format_args!("killed with SIGKILL (exit code {code})"));
         let unmarked: Vec<Uuid> =
             sqlx::query_scalar("select event_id from outbox where published_at is null")
                 .fetch_all(&self.world.orders)
@@ -278,7 +285,7 @@ impl Stage<'_> {
         let twice_told = unmarked.iter().filter(|id| stored.contains(&id.to_string())).count();
         self.show.line(
             "outbox",
-            &format!(
+            format_args!(
                 "{} events not marked as published; the broker has {twice_told} of them",
                 unmarked.len()
             ),
@@ -299,55 +306,52 @@ impl Stage<'_> {
         self.show.line("relay", "published what was not marked, under the same message ids");
         self.show.line(
             "broker",
-            &format!("{} events in stream ORDERS, not one more than before", ledger.messages),
+            format_args!("{} events in stream ORDERS, not one more than before", ledger.messages),
         );
-        self.show.line("fulfillment", &format!("{} dispatches", ledger.dispatches));
+        self.show.line("fulfillment", format_args!("{} dispatches", ledger.dispatches));
         Ok(ledger)
     }
 
-    /// One order's way through all of it, with the clock of the databases.
+    /// One order's way through all of it, by the clocks of the databases.
     async fn tell_one_story(&self, order: &str) -> anyhow::Result<()> {
-        self.show.chapter(&format!("Order {order}, as the databases tell it"));
-        let row = sqlx::query(
-            "select created_at, paid_at, published_at, stream_seq, attempts, event_id, traceparent
-             from orders join (select aggregate_id as order_id, published_at, stream_seq, attempts,
-                                      event_id, traceparent from outbox) as outbox using (order_id)
+        type Row = (OffsetDateTime, OffsetDateTime, OffsetDateTime, i64, Uuid, String);
+        let (created_at, paid_at, published_at, place, event_id, traceparent): Row =
+            sqlx::query_as(
+                "select orders.created_at, paid_at, published_at, stream_seq, event_id, traceparent
+             from orders join outbox on aggregate_id = order_id
              where order_id = $1",
-        )
-        .bind(order)
-        .fetch_one(&self.world.orders)
-        .await?;
+            )
+            .bind(order)
+            .fetch_one(&self.world.orders)
+            .await?;
         let requested_at: OffsetDateTime =
             sqlx::query_scalar("select requested_at from dispatches where order_id = $1")
                 .bind(order)
                 .fetch_one(&self.world.fulfillment)
                 .await?;
-        let event_id: Uuid = row.get("event_id");
-        let (attempts, place): (i32, i64) = (row.get("attempts"), row.get("stream_seq"));
         let mut steps = [
-            (row.get("created_at"), "order placed".to_owned()),
+            (created_at, "order placed".to_owned()),
             (
-                row.get("paid_at"),
-                format!("payment confirmed; event {event_id} written in the same transaction"),
+                paid_at,
+                format!("payment confirmed, event {event_id} written in the same transaction"),
             ),
             (
                 requested_at,
                 format!("event read from the stream (sequence {place}), dispatch requested"),
             ),
             (
-                row.get("published_at"),
-                format!("event marked as published, attempt {attempts} of the relays that lived"),
+                published_at,
+                "event marked as published, by the relay that came after the crash".to_owned(),
             ),
         ];
         steps.sort();
+        self.show.chapter(format_args!("Order {order}, as the databases tell it"));
         for (at, what) in steps {
-            let at: OffsetDateTime = at;
             let clock =
                 at.format(format_description!("[hour]:[minute]:[second].[subsecond digits:3]"))?;
             println!("  {clock}  {what}");
         }
-        let traceparent: String = row.get("traceparent");
-        println!("  traceparent {traceparent} is in the logs of both services");
+        println!("  trace         {traceparent}, in the logs of both services");
         Ok(())
     }
 

@@ -1,6 +1,9 @@
 //! Output for people: one line per thing that happened, and a bar while something takes its time.
 
-use std::time::{Duration, Instant};
+use std::{
+    fmt::Display,
+    time::{Duration, Instant},
+};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -15,12 +18,12 @@ impl Timeline {
     }
 
     /// Something that happened, and who saw it.
-    pub(crate) fn line(&self, who: &str, what: &str) {
+    pub(crate) fn line(&self, who: &str, what: impl Display) {
         println!("{:>6.2}s  {who:<12}  {what}", self.start.elapsed().as_secs_f64());
     }
 
     /// A heading.
-    pub(crate) fn chapter(&self, title: &str) {
+    pub(crate) fn chapter(&self, title: impl Display) {
         println!("\n{title}");
     }
 

@@ -56,6 +56,14 @@ impl NatsServer {
         self.given.clone().unwrap_or_else(|| format!("nats://{}", self.address))
     }
 
+    /// The same through something that stands before it: with the user and password as given.
+    pub fn url_through(&self, address: SocketAddr) -> String {
+        let given = self.given.as_deref().unwrap_or_default().split(',').next().unwrap_or_default();
+        let who =
+            given.trim_start_matches("nats://").rsplit_once('@').map(|(who, _)| format!("{who}@"));
+        format!("nats://{}{address}", who.unwrap_or_default())
+    }
+
     /// None for a server that was given.
     pub fn monitor_url(&self) -> Option<String> {
         self.is_ours().then(|| format!("http://127.0.0.1:{}", self.monitor_port))

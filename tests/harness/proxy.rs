@@ -79,10 +79,6 @@ impl Proxy {
         self.address
     }
 
-    pub fn url(&self) -> String {
-        format!("nats://{}", self.address)
-    }
-
     pub fn set(&self, flow: Flow) {
         self.flow.send_replace(flow);
     }

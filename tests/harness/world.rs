@@ -1,6 +1,6 @@
 //! A world of its own for each test: two databases, a broker, and whatever runs between them.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context as _, ensure};
 use sqlx::{
@@ -159,11 +159,16 @@ impl World {
 
     /// How to run a service in this world.
     pub fn plan(&self, kind: Kind) -> anyhow::Result<Plan> {
-        self.plan_through(kind, &self.nats.url())
+        self.plan_with(kind, &self.nats.url())
     }
 
-    /// The same, with another way to the broker: through a proxy.
-    pub fn plan_through(&self, kind: Kind, nats_url: &str) -> anyhow::Result<Plan> {
+    /// The same, with a proxy on the way to the broker.
+    pub fn plan_through(&self, kind: Kind, proxy: &Proxy) -> anyhow::Result<Plan> {
+        self.plan_with(kind, &self.nats.url_through(proxy.address()))
+    }
+
+    /// The same, with another broker.
+    pub fn plan_with(&self, kind: Kind, nats_url: &str) -> anyhow::Result<Plan> {
         Plan::new(kind, &self.database_url(kind), nats_url, self.folder.path())
     }
 
@@ -187,18 +192,18 @@ impl World {
         Ok(ledger)
     }
 
-    fn logs(&self) -> Vec<PathBuf> {
-        let logs = std::fs::read_dir(self.folder.path()).into_iter().flatten().flatten();
-        logs.map(|entry| entry.path()).collect()
+    /// Prints the end of every service's log, for a failure that wants an explanation.
+    pub fn print_logs(&self) {
+        for entry in std::fs::read_dir(self.folder.path()).into_iter().flatten().flatten() {
+            eprintln!("{}\n", tail(&entry.path()));
+        }
     }
 }
 
 impl Drop for World {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            for log in self.logs() {
-                eprintln!("{}\n", tail(&log));
-            }
+            self.print_logs();
         }
         // On a server of ours the databases go with it; a given one is left as it was. Blocking is
         // all that a destructor can do.
