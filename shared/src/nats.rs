@@ -12,6 +12,7 @@ use async_nats::{
     connection::State,
     jetstream::{self, AckKind, Message},
 };
+use percent_encoding::percent_decode_str;
 use tokio::{sync::watch, time::timeout};
 use tracing::{info, warn};
 
@@ -21,8 +22,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Each of the two steps of closing, see [`Nats::close`].
 const CLOSE_STEP: Duration = Duration::from_secs(3);
 
-/// One or several server addresses. User and password may stand in them, so `Debug` shows only
-/// hosts.
+/// One or several server addresses, with one user and password for all. `Debug` shows only hosts.
 #[derive(Clone)]
 pub struct ServerAddresses(Vec<ServerAddr>);
 
@@ -37,6 +37,21 @@ impl FromStr for ServerAddresses {
             })
             .collect::<Result<_, _>>()
             .map(Self)
+    }
+}
+
+impl ServerAddresses {
+    /// The options with the user and password, or the token, of the first address that has one:
+    /// async-nats itself ignores them (0.51, `connector.rs`).
+    fn log_in(&self, options: ConnectOptions) -> ConnectOptions {
+        let plain = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
+        let first =
+            self.0.iter().find_map(|address| Some((address.username()?, address.password())));
+        match first {
+            Some((user, Some(password))) => options.user_and_password(plain(user), plain(password)),
+            Some((token, None)) => options.token(plain(token)),
+            None => options,
+        }
     }
 }
 
@@ -61,7 +76,8 @@ pub struct Nats {
 /// When the options themselves are unusable. A server that is away is not an error.
 pub async fn connect(servers: &ServerAddresses, name: &str) -> anyhow::Result<Nats> {
     let (closed, closed_seen) = watch::channel(false);
-    let client = ConnectOptions::new()
+    let client = servers
+        .log_in(ConnectOptions::new())
         .name(name)
         // A dead peer is noticed after three pings: 30 s instead of the default's 3 minutes.
         .ping_interval(Duration::from_secs(10))

@@ -6,6 +6,7 @@ use std::{fs, process::Command, time::Duration};
 use e2e::{
     api::Api,
     find::root,
+    nats_server::NatsServer,
     process::tail,
     services::{Kind, build},
     wait::eventually,
@@ -40,7 +41,7 @@ async fn setup_is_idempotent_and_safe_when_several_run_at_once() {
         for (code, plan) in
             join_all(plans.iter().map(|plan| plan.run("setup"))).await.iter().zip(&plans)
         {
-            assert_eq!(*code.as_ref().unwrap(), 0, "{}", tail(&plan.log));
+            assert_eq!(*code.as_ref().unwrap(), 0, "{}", tail(&plan.log()));
         }
     }
     for (stream, consumers) in [
@@ -131,6 +132,37 @@ async fn a_wrong_setting_stops_the_start_with_one_line_and_without_its_value() {
         let malformed = complain(&[GOOD, ("NATS_URL", "nats://u:hunter2@:no")]);
         assert!(malformed.starts_with("error: NATS_URL: "), "{malformed}");
     }
+}
+
+/// async-nats reads them nowhere; the services have to.
+#[tokio::test]
+async fn user_and_password_may_stand_in_the_url() {
+    let world = World::new().await.unwrap();
+    let guarded = NatsServer::start_with(&["--user", "pair", "--pass", "p@ss/word"]).await.unwrap();
+    let address = guarded.address();
+    let start = async |who: &str| {
+        let plan = world.plan_with(Kind::Orders, &format!("nats://{who}@{address}")).unwrap();
+        let service = plan.start().await.unwrap();
+        let api = Api::new(service.url());
+        (service, api)
+    };
+    let (_right, api) = start("pair:p%40ss%2Fword").await;
+    eventually("it is connected", LIMIT, async || {
+        let answer = api.get("/readyz").await?;
+        anyhow::ensure!(answer.body["checks"]["nats"] == "ok", "{}", answer.body);
+        Ok(())
+    })
+    .await
+    .unwrap();
+    let (wrong, api) = start("pair:hunter2").await;
+    eventually("it is refused", LIMIT, async || {
+        anyhow::ensure!(wrong.log().contains("authorization violation"), "{}", wrong.log());
+        Ok(())
+    })
+    .await
+    .unwrap();
+    assert_eq!(api.get("/readyz").await.unwrap().body["checks"]["nats"], "failing");
+    assert!(!wrong.log().contains("hunter2"), "{}", wrong.log());
 }
 
 #[tokio::test]

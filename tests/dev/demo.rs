@@ -70,7 +70,7 @@ async fn story(show: &Timeline, world: &World) -> anyhow::Result<()> {
     let orders = world.plan_through(Kind::Orders, &proxy)?;
     let fulfillment = world.plan(Kind::Fulfillment)?;
     for plan in [&orders, &fulfillment] {
-        ensure!(plan.run("setup").await? == 0, "setup failed, see {}", plan.log.display());
+        ensure!(plan.run("setup").await? == 0, "setup failed, see {}", plan.log().display());
     }
     show.line("setup", "two databases migrated; streams, consumers and the bucket are as wanted");
     let orders = orders.start().await?;

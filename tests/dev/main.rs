@@ -49,7 +49,7 @@ enum Command {
 async fn main() -> ExitCode {
     let done = match Arguments::parse().command {
         Command::Demo => demo::run().await,
-        Command::Up { env_file } => up::run(&env_file).await,
+        Command::Up { env_file } => up::run(&e2e::find::root().join(env_file)).await,
         Command::Test { arguments } => check::test(&arguments),
         Command::Check { no_tests } => check::all(no_tests).await,
         Command::Sqlx => check::refresh_queries().await,

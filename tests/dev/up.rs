@@ -22,7 +22,11 @@ pub(crate) async fn run(env_file: &Path) -> anyhow::Result<()> {
     for (kind, port) in [(Kind::Orders, 8080), (Kind::Fulfillment, 8081)] {
         let mut plan = world.plan(kind)?;
         plan.port = free_port_or(port)?;
-        anyhow::ensure!(plan.run("setup").await? == 0, "setup failed, see {}", plan.log.display());
+        anyhow::ensure!(
+            plan.run("setup").await? == 0,
+            "setup failed, see {}",
+            plan.log().display()
+        );
         services.push(plan.start().await?);
     }
     publish(env_file, &world, &services)?;
@@ -36,7 +40,7 @@ pub(crate) async fn run(env_file: &Path) -> anyhow::Result<()> {
         world.nats.monitor_url().unwrap_or_else(|| "as given".to_owned())
     );
     for service in &services {
-        println!("log                  {}", service.plan.log.display());
+        println!("log                  {}", service.plan.log().display());
     }
     println!("addresses and process ids are in {}; Ctrl-C ends everything", env_file.display());
 

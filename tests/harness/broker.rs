@@ -2,7 +2,7 @@
 
 use anyhow::Context as _;
 use async_nats::{
-    HeaderMap,
+    ConnectOptions, HeaderMap, ServerAddr,
     jetstream::{self, consumer::PullConsumer, message::PublishMessage, stream::Stream},
 };
 use futures_util::{StreamExt as _, TryStreamExt as _};
@@ -35,7 +35,14 @@ impl Stored {
 
 impl Broker {
     pub async fn connect(url: &str) -> anyhow::Result<Self> {
-        Ok(Self { js: jetstream::new(async_nats::connect(url).await?) })
+        let address: ServerAddr = url.split(',').next().unwrap_or_default().parse()?;
+        let options = match (address.username(), address.password()) {
+            (Some(user), Some(password)) => {
+                ConnectOptions::with_user_and_password(user.to_owned(), password.to_owned())
+            }
+            _ => ConnectOptions::new(),
+        };
+        Ok(Self { js: jetstream::new(options.connect(address).await?) })
     }
 
     /// Publishes past the outbox; true when the broker had the message id already.

@@ -1,6 +1,6 @@
 //! A real nats-server on loopback.
 
-use std::{fs, net::SocketAddr, path::PathBuf, time::Duration};
+use std::{ffi::OsString, fs, net::SocketAddr, path::PathBuf, time::Duration};
 
 use anyhow::{Context as _, ensure};
 use tempfile::TempDir;
@@ -28,6 +28,7 @@ pub struct NatsServer {
 #[derive(Debug)]
 struct OurNats {
     program: PathBuf,
+    arguments: Vec<OsString>,
     data: TempDir,
 }
 
@@ -43,8 +44,14 @@ impl NatsServer {
 
     /// A new server with an empty store, which is removed with it.
     pub async fn start() -> anyhow::Result<Self> {
+        Self::start_with(&[]).await
+    }
+
+    /// The same with further arguments.
+    pub async fn start_with(arguments: &[&str]) -> anyhow::Result<Self> {
         let data = tempfile::Builder::new().prefix("outbox-pair-nats-").tempdir()?;
-        let ours = OurNats { program: find_nats()?.path, data };
+        let arguments = arguments.iter().map(OsString::from).collect();
+        let ours = OurNats { program: find_nats()?.path, arguments, data };
         let address = ([127, 0, 0, 1], 0).into();
         let mut server =
             Self { address, monitor_port: 0, given: None, ours: Some(ours), process: None };
@@ -100,7 +107,8 @@ impl NatsServer {
     /// Starts it where it was, on its ports and with its store. The first time, it chooses free
     /// ports itself and writes them to a file, so there is no race for them.
     pub async fn start_again(&mut self) -> anyhow::Result<()> {
-        let OurNats { program, data } = self.ours.as_ref().context("it is not ours")?;
+        let OurNats { program, arguments: further, data } =
+            self.ours.as_ref().context("it is not ours")?;
         let ports = data.path().join("ports");
         // Ports of an earlier run must not be taken for this one's.
         if ports.exists() {
@@ -108,21 +116,23 @@ impl NatsServer {
         }
         fs::create_dir(&ports)?;
         let port = |chosen: u16| if chosen == 0 { "-1".to_owned() } else { chosen.to_string() };
+        let mut arguments: Vec<OsString> = vec![
+            "--addr".into(),
+            "127.0.0.1".into(),
+            "--port".into(),
+            port(self.address.port()).into(),
+            "--http_port".into(),
+            port(self.monitor_port).into(),
+            "--ports_file_dir".into(),
+            ports.clone().into(),
+            "--jetstream".into(),
+            "--store_dir".into(),
+            data.path().join("store").into(),
+        ];
+        arguments.extend(further.iter().cloned());
         let program = Program {
             path: program.clone(),
-            arguments: vec![
-                "--addr".into(),
-                "127.0.0.1".into(),
-                "--port".into(),
-                port(self.address.port()).into(),
-                "--http_port".into(),
-                port(self.monitor_port).into(),
-                "--ports_file_dir".into(),
-                ports.clone().into(),
-                "--jetstream".into(),
-                "--store_dir".into(),
-                data.path().join("store").into(),
-            ],
+            arguments,
             environment: Vec::new(),
             user: None,
             log: data.path().join("log"),

@@ -84,7 +84,7 @@ pub struct Plan {
     pub port: u16,
     /// Beyond the address.
     pub environment: Vec<(String, String)>,
-    pub log: PathBuf,
+    folder: PathBuf,
 }
 
 impl Plan {
@@ -94,16 +94,20 @@ impl Plan {
         nats_url: &str,
         folder: &Path,
     ) -> anyhow::Result<Self> {
-        let port = free_port()?;
         Ok(Self {
             kind,
-            port,
+            port: free_port()?,
             environment: vec![
                 ("DATABASE_URL".to_owned(), database_url.to_owned()),
                 ("NATS_URL".to_owned(), nats_url.to_owned()),
             ],
-            log: folder.join(format!("{}-{port}.log", kind.name())),
+            folder: folder.to_owned(),
         })
+    }
+
+    /// Where it logs to.
+    pub fn log(&self) -> PathBuf {
+        self.folder.join(format!("{}-{}.log", self.kind.name(), self.port))
     }
 
     /// Adds a variable.
@@ -120,7 +124,7 @@ impl Plan {
             arguments: vec![subcommand.into()],
             environment,
             user: None,
-            log: self.log.clone(),
+            log: self.log(),
             end_with: "KILL",
             remove: None,
         })
@@ -139,7 +143,7 @@ impl Plan {
             Ok(tokio::net::TcpStream::connect(("127.0.0.1", self.port)).await.map(drop)?)
         })
         .await
-        .with_context(|| tail(&self.log))?;
+        .with_context(|| tail(&self.log()))?;
         Ok(Service { plan: self.clone(), process: Some(process) })
     }
 }
@@ -184,6 +188,6 @@ impl Service {
 
     /// Everything it logged.
     pub fn log(&self) -> String {
-        std::fs::read_to_string(&self.plan.log).unwrap_or_default()
+        std::fs::read_to_string(self.plan.log()).unwrap_or_default()
     }
 }

@@ -80,6 +80,7 @@ impl World {
     ) -> anyhow::Result<Self> {
         let postgres =
             own_postgres.as_ref().or(shared_postgres.as_deref()).context("a server is needed")?;
+        let broker = Broker::connect(&nats.url()).await?;
         let id = Uuid::now_v7().simple();
         let (orders_name, fulfillment_name) = (format!("orders_{id}"), format!("fulfillment_{id}"));
         let mut pools = Vec::new();
@@ -89,7 +90,6 @@ impl World {
         }
         let fulfillment = pools.pop().context("two pools")?;
         let orders = pools.pop().context("two pools")?;
-        let broker = Broker::connect(&nats.url()).await?;
         let folder = tempfile::Builder::new().prefix("outbox-pair-logs-").tempdir()?;
         Ok(Self {
             own_postgres,
@@ -109,7 +109,7 @@ impl World {
         let plans = [self.plan(Kind::Orders)?, self.plan(Kind::Fulfillment)?];
         let (orders, fulfillment) = tokio::try_join!(plans[0].run("setup"), plans[1].run("setup"))?;
         for (code, plan) in [orders, fulfillment].iter().zip(&plans) {
-            ensure!(*code == 0, "setup failed: {}", tail(&plan.log));
+            ensure!(*code == 0, "setup failed: {}", tail(&plan.log()));
         }
         Ok(self)
     }
