@@ -7,12 +7,5 @@ use fulfillment_service::config::Config;
 #[tokio::main]
 async fn main() -> ExitCode {
     let config: Config = shared::config::parse();
-    if let Err(error) = shared::telemetry::init(config.common.log_format) {
-        eprintln!("error: {error:#}");
-        return ExitCode::from(2);
-    }
-    fulfillment_service::run(config).await.unwrap_or_else(|error| {
-        tracing::error!("{}", shared::telemetry::Causes(&error));
-        ExitCode::FAILURE
-    })
+    shared::lifecycle::main(config.common.log_format, fulfillment_service::run(config)).await
 }

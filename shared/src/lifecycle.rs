@@ -18,7 +18,22 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{error, info};
 
-use crate::telemetry::Causes;
+use crate::telemetry::{self, Causes, LogFormat};
+
+/// What a `main` does: logs, runs the service, and turns how it went into an exit code.
+pub async fn main(
+    log_format: LogFormat,
+    service: impl Future<Output = anyhow::Result<ExitCode>>,
+) -> ExitCode {
+    if let Err(error) = telemetry::init(log_format) {
+        eprintln!("error: {error:#}");
+        return ExitCode::from(2);
+    }
+    service.await.unwrap_or_else(|error| {
+        error!("{}", Causes(&error));
+        ExitCode::FAILURE
+    })
+}
 
 /// Everything that runs in this process, and the order to stop. Cheap to clone.
 #[derive(Clone, Default)]

@@ -2,161 +2,24 @@
 
 use std::time::Duration;
 
-use async_nats::jetstream::{AckKind, Message, consumer::PullConsumer};
+use async_nats::jetstream::{AckKind, consumer::PullConsumer};
 use e2e::{services::Kind, wait::eventually, world::World};
 use fulfillment_service::{CONSUMER, intake::Intake};
 use futures_util::StreamExt as _;
 use serde_json::Value;
 use shared::{
-    consumer::Consumer,
     database,
     events::{PAYMENT_CONFIRMED, PaymentConfirmed},
     handler::{Delivery, Handler, Verdict},
-    inbox,
-    lifecycle::Health,
     topology,
-    values::TransactionId,
 };
 use sqlx::{PgPool, Row as _};
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{AMOUNT, LIMIT, bytes, connected, event, number};
-
-/// Waits until the durable has nothing left to do.
-async fn consumed(world: &World) {
-    eventually("everything is consumed", LIMIT, async || {
-        let backlog = world.broker.consumer_backlog().await?;
-        anyhow::ensure!(backlog == (0, 0), "pending, ack pending: {backlog:?}");
-        Ok(())
-    })
-    .await
-    .unwrap();
-}
-
-/// A consumer in this process, to be stepped by hand.
-async fn consumer<H: Handler>(world: &World, handler: H, max_deliveries: i64) -> Consumer<H> {
-    Consumer {
-        pool: world.fulfillment.clone(),
-        nats: connected(&world.nats.url()).await,
-        stream: topology::ORDERS,
-        durable: CONSUMER,
-        batch: 200,
-        max_deliveries,
-        handler,
-        health: Health::default(),
-    }
-}
-
-/// What the durable has to deliver, at most `most`; waits for the first.
-async fn deliveries(world: &World, most: usize) -> Vec<Message> {
-    let durable: PullConsumer =
-        world.broker.js.get_consumer_from_stream(CONSUMER, topology::ORDERS).await.unwrap();
-    eventually("something is delivered", LIMIT, async || {
-        let fetched = durable.fetch().max_messages(most).messages().await?;
-        let batch: Vec<_> = fetched.map(Result::unwrap).collect().await;
-        anyhow::ensure!(!batch.is_empty(), "nothing");
-        Ok(batch)
-    })
-    .await
-    .unwrap()
-}
-
-const DISPATCHES: &str = "select count(*) from dispatches";
-const DEAD_LETTERS: &str = "select count(*) from dead_letters";
-const PROCESSED: &str = "select count(*) from processed_events";
-
-#[tokio::test]
-async fn a_redelivered_event_creates_one_dispatch() {
-    let world = World::new().await.unwrap();
-    // The inbox alone: without it the business key would absorb these too.
-    let drop_keys = "alter table dispatches drop constraint one_dispatch_per_transaction,
-                     drop constraint one_dispatch_per_order";
-    sqlx::raw_sql(drop_keys).execute(&world.fulfillment).await.unwrap();
-    let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
-    let body = bytes(&event("tx-1", "A-1", AMOUNT));
-    for _ in 0..3 {
-        // Without a message id the broker cannot help; only the inbox can.
-        assert!(!world.broker.publish(&body, None).await.unwrap());
-        consumed(&world).await;
-    }
-    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1);
-    assert_eq!(number(&world.fulfillment, PROCESSED).await, 1);
-    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0);
-}
-
-#[tokio::test]
-async fn the_broker_absorbs_a_repeated_message_id() {
-    let world = World::new().await.unwrap();
-    let event = event("tx-1", "A-1", AMOUNT);
-    let id = event.id.to_string();
-    assert!(!world.broker.publish(&bytes(&event), Some(&id)).await.unwrap());
-    assert!(world.broker.publish(&bytes(&event), Some(&id)).await.unwrap());
-    assert_eq!(world.broker.count().await.unwrap(), 1);
-}
-
-#[tokio::test]
-async fn the_same_payment_under_a_new_event_id_is_dispatched_once() {
-    let world = World::new().await.unwrap();
-    let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
-    for _ in 0..3 {
-        let again = event("tx-1", "A-1", AMOUNT);
-        world.broker.publish(&bytes(&again), Some(&again.id.to_string())).await.unwrap();
-        consumed(&world).await;
-    }
-    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1);
-    assert_eq!(number(&world.fulfillment, PROCESSED).await, 3, "each event was looked at");
-    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0, "a repetition is no conflict");
-}
-
-/// Also after the inbox has forgotten.
-#[tokio::test]
-async fn a_replay_after_the_inbox_was_purged_dispatches_nothing_twice() {
-    let world = World::new().await.unwrap();
-    let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
-    let body = bytes(&event("tx-1", "A-1", AMOUNT));
-    world.broker.publish(&body, None).await.unwrap();
-    consumed(&world).await;
-    sqlx::query("delete from processed_events").execute(&world.fulfillment).await.unwrap();
-    world.broker.publish(&body, None).await.unwrap();
-    consumed(&world).await;
-    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1);
-    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0);
-}
-
-#[tokio::test]
-async fn another_payment_under_a_used_key_is_set_aside_and_never_applied() {
-    let world = World::new().await.unwrap();
-    let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
-    let first = event("tx-1", "A-1", AMOUNT);
-    world.broker.publish(&bytes(&first), None).await.unwrap();
-    consumed(&world).await;
-    let conflicts = [
-        event("tx-1", "A-1", AMOUNT + 1), // another amount
-        event("tx-1", "A-2", AMOUNT),     // another order
-        event("tx-2", "A-1", AMOUNT),     // another transaction for the order
-    ];
-    for conflict in &conflicts {
-        world.broker.publish(&bytes(conflict), None).await.unwrap();
-    }
-    let behind = event("tx-3", "A-3", AMOUNT);
-    world.broker.publish(&bytes(&behind), None).await.unwrap();
-    consumed(&world).await;
-
-    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 2, "the first and the one behind");
-    let letters =
-        sqlx::query("select reason, error, body, stream_seq from dead_letters order by stream_seq")
-            .fetch_all(&world.fulfillment)
-            .await
-            .unwrap();
-    assert_eq!(letters.len(), conflicts.len());
-    for (letter, conflict) in letters.iter().zip(&conflicts) {
-        assert_eq!(letter.get::<String, _>("reason"), "transaction_conflict");
-        assert_eq!(letter.get::<Vec<u8>, _>("body"), bytes(conflict), "kept as it came");
-        assert!(letter.get::<String, _>("error").contains("tx-1"), "says what is in the way");
-    }
-    // An event that was not applied is not in the inbox: a replay may apply it one day.
-    assert_eq!(number(&world.fulfillment, PROCESSED).await, 2);
-}
+use crate::support::{
+    AMOUNT, DEAD_LETTERS, DISPATCHES, LIMIT, announce, bytes, connected, consumed, consumer,
+    deliveries, dispatched, event, number, ready,
+};
 
 #[tokio::test]
 async fn what_cannot_be_read_is_kept_with_its_bytes_and_those_behind_it_flow() {
@@ -180,7 +43,7 @@ async fn what_cannot_be_read_is_kept_with_its_bytes_and_those_behind_it_flow() {
     for (_, body) in &unreadable {
         world.broker.publish(body, None).await.unwrap();
     }
-    world.broker.publish(&bytes(&event("tx-1", "A-1", AMOUNT)), None).await.unwrap();
+    announce(&world, "tx-1", "A-1").await;
     consumed(&world).await;
 
     assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1);
@@ -218,22 +81,12 @@ async fn a_handler_that_fails_for_ever_ends_in_the_dead_letters_and_drags_nobody
     let poison = bytes(&event("tx-1", "A-1", AMOUNT));
     world.broker.publish(&poison, None).await.unwrap();
     for n in 2..=50 {
-        world
-            .broker
-            .publish(&bytes(&event(&format!("tx-{n}"), &format!("A-{n}"), AMOUNT)), None)
-            .await
-            .unwrap();
+        announce(&world, &format!("tx-{n}"), &format!("A-{n}")).await;
     }
     let plan = world.plan(Kind::Fulfillment).unwrap().with("CONSUMER_MAX_DELIVERIES", "3");
     let _fulfillment = plan.start().await.unwrap();
     // All fifty are in the stream, so the poison is in one batch with its neighbours.
-    eventually("the neighbours are dispatched", LIMIT, async || {
-        let dispatches = number(&world.fulfillment, DISPATCHES).await;
-        anyhow::ensure!(dispatches == 49, "{dispatches} dispatches");
-        Ok(())
-    })
-    .await
-    .unwrap();
+    dispatched(&world, 49).await;
     assert_eq!(
         number(&world.fulfillment, DEAD_LETTERS).await,
         0,
@@ -257,7 +110,7 @@ async fn a_failing_message_comes_back_later_not_at_once() {
     let world = World::new().await.unwrap();
     sqlx::raw_sql(FAIL_FOR_A_1).execute(&world.fulfillment).await.unwrap();
     let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
-    world.broker.publish(&bytes(&event("tx-1", "A-1", AMOUNT)), None).await.unwrap();
+    announce(&world, "tx-1", "A-1").await;
     // The eleventh delivery would be the limit's. A bare nak burns them in milliseconds.
     eventually("it was tried three times", LIMIT, async || {
         let attempts = number(&world.fulfillment, "select last_value from attempts").await;
@@ -272,48 +125,12 @@ async fn a_failing_message_comes_back_later_not_at_once() {
     assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1, "what was mended is applied");
 }
 
-/// Two handlers in this process take the same events in opposite order.
-#[tokio::test]
-async fn concurrent_claims_of_the_same_events_do_not_deadlock_and_one_wins() {
-    let world = World::new().await.unwrap();
-    let ids: Vec<_> = (0..200).map(|n| event(&format!("tx-{n}"), "A-1", AMOUNT).id).collect();
-    let claim = async |ids: Vec<_>| {
-        let mut tx = database::begin(&world.fulfillment).await.unwrap();
-        let fresh = inbox::claim(&mut tx, "fulfillment", ids).await.unwrap();
-        tx.commit().await.unwrap();
-        fresh.len()
-    };
-    for _ in 0..20 {
-        sqlx::query("delete from processed_events").execute(&world.fulfillment).await.unwrap();
-        let reversed = ids.iter().rev().copied().collect();
-        let (one, other) = tokio::join!(claim(ids.clone()), claim(reversed));
-        assert_eq!(one + other, ids.len());
-    }
-}
-
-#[tokio::test]
-async fn a_claim_that_is_rolled_back_is_free_again() {
-    let world = World::new().await.unwrap();
-    let id = event("tx-1", "A-1", AMOUNT).id;
-    for (commit, expected) in [(false, 1), (true, 1), (true, 0)] {
-        let mut tx = database::begin(&world.fulfillment).await.unwrap();
-        assert_eq!(inbox::claim(&mut tx, "fulfillment", [id, id]).await.unwrap().len(), expected);
-        if commit {
-            tx.commit().await.unwrap();
-        } else {
-            tx.rollback().await.unwrap();
-        }
-    }
-    let mut tx = database::begin(&world.fulfillment).await.unwrap();
-    assert_eq!(inbox::claim(&mut tx, "another", [id]).await.unwrap().len(), 1, "per consumer");
-}
-
 /// `double_ack()` of async-nats 0.51 says Ok here.
 #[tokio::test]
 async fn settling_for_a_consumer_that_is_gone_is_an_error() {
     let world = World::new().await.unwrap();
     let nats = connected(&world.nats.url()).await;
-    world.broker.publish(&bytes(&event("tx-1", "A-1", AMOUNT)), None).await.unwrap();
+    announce(&world, "tx-1", "A-1").await;
     let durable: PullConsumer =
         nats.jetstream().get_consumer_from_stream(CONSUMER, topology::ORDERS).await.unwrap();
     let message = durable.messages().await.unwrap().next().await.unwrap().unwrap();
@@ -322,39 +139,12 @@ async fn settling_for_a_consumer_that_is_gone_is_an_error() {
 }
 
 #[tokio::test]
-async fn duplicates_within_one_batch_are_one_dispatch() {
-    let world = World::new().await.unwrap();
-    let (one, same_payment) = (event("tx-1", "A-1", AMOUNT), event("tx-1", "A-1", AMOUNT));
-    let conflict = event("tx-1", "A-1", AMOUNT + 1);
-    for each in [&one, &one, &same_payment, &conflict, &one] {
-        world.broker.publish(&bytes(each), None).await.unwrap();
-    }
-    let consumer = consumer(&world, Intake { pool: world.fulfillment.clone() }, 10).await;
-    let batch = deliveries(&world, 5).await;
-    assert_eq!(batch.len(), 5);
-    consumer.process(batch, &CancellationToken::new()).await;
-    let dispatched: (TransactionId, i64) =
-        sqlx::query_as("select transaction_id, amount_minor from dispatches")
-            .fetch_one(&world.fulfillment)
-            .await
-            .unwrap();
-    assert_eq!(
-        (dispatched.0.as_str(), dispatched.1),
-        ("tx-1", AMOUNT),
-        "the first in the stream wins"
-    );
-    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1);
-    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 1);
-    assert_eq!(world.broker.consumer_backlog().await.unwrap(), (0, 0), "all five are settled");
-}
-
-#[tokio::test]
 async fn a_consumer_that_was_deleted_or_changed_is_reported_and_used_again_when_mended() {
     let world = World::new().await.unwrap();
     let fulfillment = world.start(Kind::Fulfillment).await.unwrap();
     let api = e2e::api::Api::new(fulfillment.url());
     let limit = Duration::from_secs(30);
-    eventually("it is ready", limit, async || api.ready().await).await.unwrap();
+    ready(&api).await;
     let failing = async |part: &str| {
         eventually("readiness says what is wrong", limit, async || {
             let answer = api.get("/readyz").await?;
@@ -372,10 +162,10 @@ async fn a_consumer_that_was_deleted_or_changed_is_reported_and_used_again_when_
     drifted.max_deliver = 5;
     world.broker.js.create_consumer_on_stream(drifted, topology::ORDERS).await.unwrap();
     failing("max_deliver is 5, wanted -1").await;
-    world.broker.publish(&bytes(&event("tx-1", "A-1", AMOUNT)), None).await.unwrap();
+    announce(&world, "tx-1", "A-1").await;
 
     topology::upsert(&world.broker.js, 1).await.unwrap();
-    eventually("it is ready", limit, async || api.ready().await).await.unwrap();
+    ready(&api).await;
     consumed(&world).await;
     assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1, "nothing was lost meanwhile");
 }
@@ -400,11 +190,7 @@ impl Handler for Panics {
 async fn a_handler_that_panics_fails_its_message_and_not_the_process() {
     let world = World::new().await.unwrap();
     for n in 1..=3 {
-        world
-            .broker
-            .publish(&bytes(&event(&format!("tx-{n}"), &format!("A-{n}"), AMOUNT)), None)
-            .await
-            .unwrap();
+        announce(&world, &format!("tx-{n}"), &format!("A-{n}")).await;
     }
     let consumer = consumer(&world, Panics, 1).await;
     consumer.process(deliveries(&world, 3).await, &CancellationToken::new()).await;
@@ -440,11 +226,7 @@ async fn a_message_that_kills_its_process_takes_no_other_with_it() {
     let mut lock = database::begin(&world.fulfillment).await.unwrap();
     sqlx::query("select pg_advisory_xact_lock(1)").execute(&mut *lock).await.unwrap();
     for n in 1..=9 {
-        world
-            .broker
-            .publish(&bytes(&event(&format!("tx-{n}"), &format!("A-{n}"), AMOUNT)), None)
-            .await
-            .unwrap();
+        announce(&world, &format!("tx-{n}"), &format!("A-{n}")).await;
     }
 
     let stop = CancellationToken::new();

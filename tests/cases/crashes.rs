@@ -13,7 +13,9 @@ use e2e::{
 use shared::{database::begin, topology};
 use sqlx::PgPool;
 
-use crate::support::{AMOUNT, LIMIT, bytes, event, number, pay, world_with_orders};
+use crate::support::{
+    AMOUNT, LIMIT, announce, check_is, dispatched, number, pay, ready, world_with_orders,
+};
 
 /// Waits until a session of `service` waits for a lock.
 async fn blocked(pool: &PgPool, service: &'static str) {
@@ -36,7 +38,7 @@ async fn proxied_orders(world: &World) -> (Proxy, e2e::services::Service, Api) {
     let proxy = Proxy::start(world.nats.address()).await.unwrap();
     let orders = world.plan_through(Kind::Orders, &proxy).unwrap().start().await.unwrap();
     let api = Api::new(orders.url());
-    eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();
+    ready(&api).await;
     (proxy, orders, api)
 }
 
@@ -133,23 +135,11 @@ async fn crash_point_2_beyond_the_brokers_window_is_absorbed_by_the_inbox() {
     let mut orders = world.plan_through(Kind::Orders, &proxy).unwrap().start().await.unwrap();
     let api = Api::new(orders.url());
     // Not ready, because of the window; it works all the same.
-    eventually("it is connected", LIMIT, async || {
-        let answer = api.get("/readyz").await?;
-        anyhow::ensure!(answer.body["checks"]["nats"] == "ok", "{}", answer.body);
-        Ok(())
-    })
-    .await
-    .unwrap();
+    check_is(&api, "nats", "ok").await;
     let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
     proxy.set(Flow::HoldReplies);
     pay(&api, "A", 1).await;
-    eventually("it is dispatched", LIMIT, async || {
-        let dispatches = number(&world.fulfillment, "select count(*) from dispatches").await;
-        anyhow::ensure!(dispatches == 1, "not yet");
-        Ok(())
-    })
-    .await
-    .unwrap();
+    dispatched(&world, 1).await;
     orders.end("KILL").await.unwrap();
     proxy.set(Flow::Open);
     // The lease of the dead relay is longer than the window.
@@ -165,7 +155,7 @@ async fn crash_point_3a_before_commit_everything_is_delivered_again() {
     let mut fulfillment = world.start(Kind::Fulfillment).await.unwrap();
     let mut lock = begin(&world.fulfillment).await.unwrap();
     sqlx::query("lock table dispatches in share mode").execute(&mut *lock).await.unwrap();
-    world.broker.publish(&bytes(&event("tx-1", "A-1", AMOUNT)), None).await.unwrap();
+    announce(&world, "tx-1", "A-1").await;
     // The event is claimed, and waits for its effect.
     blocked(&world.fulfillment, "fulfillment-service").await;
     fulfillment.end("KILL").await.unwrap();
@@ -189,17 +179,11 @@ async fn crash_point_3b_between_commit_and_ack_is_absorbed_by_the_inbox() {
     let plan = world.plan_through(Kind::Fulfillment, &proxy).unwrap();
     let mut fulfillment = plan.start().await.unwrap();
     let api = Api::new(fulfillment.url());
-    eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();
+    ready(&api).await;
     // Its pull request is with the broker; nothing it says from now on gets there.
     proxy.set(Flow::HoldRequests);
-    world.broker.publish(&bytes(&event("tx-1", "A-1", AMOUNT)), None).await.unwrap();
-    eventually("it is dispatched", LIMIT, async || {
-        let dispatches = number(&world.fulfillment, "select count(*) from dispatches").await;
-        anyhow::ensure!(dispatches == 1, "not yet");
-        Ok(())
-    })
-    .await
-    .unwrap();
+    announce(&world, "tx-1", "A-1").await;
+    dispatched(&world, 1).await;
     assert_eq!(world.broker.consumer_backlog().await.unwrap(), (0, 1), "delivered and not acked");
     fulfillment.end("KILL").await.unwrap();
     drop(proxy);

@@ -5,6 +5,8 @@
 mod api;
 mod consumer;
 mod crashes;
+mod intake;
+mod kills;
 mod operations;
 mod outages;
 mod relay;

@@ -15,7 +15,7 @@ use e2e::{
 use futures_util::future::join_all;
 use shared::topology;
 
-use crate::support::LIMIT;
+use crate::support::{LIMIT, check_is, ready};
 
 /// A world as it is before any `setup`.
 async fn start_over(world: &World) {
@@ -63,13 +63,7 @@ async fn setup_starts_from_nothing_and_serve_is_ready_only_after_it() {
     start_over(&world).await;
     let orders = world.start(Kind::Orders).await.unwrap();
     let api = Api::new(orders.url());
-    let answer = eventually("it is connected", LIMIT, async || {
-        let answer = api.get("/readyz").await?;
-        anyhow::ensure!(answer.body["checks"]["nats"] == "ok", "{}", answer.body);
-        Ok(answer)
-    })
-    .await
-    .unwrap();
+    let answer = check_is(&api, "nats", "ok").await;
     assert_eq!((answer.status, answer.code()), (503, "not_ready"));
     let reason = answer.body["failing"]["database"].as_str().unwrap();
     assert!(reason.contains("migration 0") && reason.contains("run `setup`"), "{reason}");
@@ -78,7 +72,7 @@ async fn setup_starts_from_nothing_and_serve_is_ready_only_after_it() {
     assert_eq!(orders.plan.run("healthcheck").await.unwrap(), 1);
 
     assert_eq!(world.plan(Kind::Orders).unwrap().run("setup").await.unwrap(), 0);
-    eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();
+    ready(&api).await;
     assert_eq!(orders.plan.run("healthcheck").await.unwrap(), 0);
 }
 
@@ -87,7 +81,7 @@ async fn a_stream_that_differs_is_not_ready_and_says_which_field() {
     let world = World::new().await.unwrap();
     let orders = world.start(Kind::Orders).await.unwrap();
     let api = Api::new(orders.url());
-    eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();
+    ready(&api).await;
     let mut drifted = topology::wanted(1)[0].stream.clone();
     drifted.duplicate_window = Duration::from_secs(60);
     world.broker.js.update_stream(&drifted).await.unwrap();
@@ -147,13 +141,7 @@ async fn user_and_password_may_stand_in_the_url() {
         (service, api)
     };
     let (_right, api) = start("pair:p%40ss%2Fword").await;
-    eventually("it is connected", LIMIT, async || {
-        let answer = api.get("/readyz").await?;
-        anyhow::ensure!(answer.body["checks"]["nats"] == "ok", "{}", answer.body);
-        Ok(())
-    })
-    .await
-    .unwrap();
+    check_is(&api, "nats", "ok").await;
     let (wrong, api) = start("pair:hunter2").await;
     eventually("it is refused", LIMIT, async || {
         anyhow::ensure!(wrong.log().contains("authorization violation"), "{}", wrong.log());

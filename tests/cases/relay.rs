@@ -16,7 +16,7 @@ use shared::{
 use sqlx::PgPool;
 use uuid::Uuid;
 
-use crate::support::{AMOUNT, LIMIT, event, number, pay, relay, world_with_orders};
+use crate::support::{AMOUNT, LIMIT, event, number, pay, ready, relay, world_with_orders};
 
 async fn enqueue(pool: &PgPool, event: &Event<PaymentConfirmed>) -> String {
     let mut tx = database::begin(pool).await.unwrap();
@@ -342,7 +342,7 @@ async fn no_transaction_is_open_while_the_broker_is_waited_for() {
     let proxy = e2e::proxy::Proxy::start(world.nats.address()).await.unwrap();
     let service = world.plan_through(Kind::Orders, &proxy).unwrap().start().await.unwrap();
     let api = e2e::api::Api::new(service.url());
-    eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();
+    ready(&api).await;
     proxy.set(e2e::proxy::Flow::HoldReplies);
     pay(&api, "A", 20).await;
     eventually("they are stored", LIMIT, async || {

@@ -2,14 +2,19 @@
 
 use std::time::Duration;
 
+use async_nats::jetstream::{Message, consumer::PullConsumer};
 use e2e::{
-    api::Api,
+    api::{Answer, Api},
     services::{Kind, Service},
+    wait::eventually,
     world::World,
 };
+use fulfillment_service::CONSUMER;
 use futures_util::{StreamExt as _, stream};
 use shared::{
+    consumer::Consumer,
     events::{Event, EventId, PaymentConfirmed},
+    handler::Handler,
     lifecycle::Health,
     nats::Nats,
     relay::Relay,
@@ -81,4 +86,86 @@ pub(crate) async fn connected(nats_url: &str) -> Nats {
 /// Counts rows with a query of one number.
 pub(crate) async fn number(pool: &PgPool, query: &'static str) -> i64 {
     sqlx::query_scalar(query).fetch_one(pool).await.unwrap()
+}
+
+/// Waits until the durable has nothing left to do.
+pub(crate) async fn consumed(world: &World) {
+    eventually("everything is consumed", LIMIT, async || {
+        let backlog = world.broker.consumer_backlog().await?;
+        anyhow::ensure!(backlog == (0, 0), "pending, ack pending: {backlog:?}");
+        Ok(())
+    })
+    .await
+    .unwrap();
+}
+
+/// A consumer in this process, to be stepped by hand.
+pub(crate) async fn consumer<H: Handler>(
+    world: &World,
+    handler: H,
+    max_deliveries: i64,
+) -> Consumer<H> {
+    Consumer {
+        pool: world.fulfillment.clone(),
+        nats: connected(&world.nats.url()).await,
+        stream: topology::ORDERS,
+        durable: CONSUMER,
+        batch: 200,
+        max_deliveries,
+        handler,
+        health: Health::default(),
+    }
+}
+
+/// What the durable has to deliver, at most `most`; waits for the first.
+pub(crate) async fn deliveries(world: &World, most: usize) -> Vec<Message> {
+    let durable: PullConsumer =
+        world.broker.js.get_consumer_from_stream(CONSUMER, topology::ORDERS).await.unwrap();
+    eventually("something is delivered", LIMIT, async || {
+        let fetched = durable.fetch().max_messages(most).messages().await?;
+        let batch: Vec<_> = fetched.map(Result::unwrap).collect().await;
+        anyhow::ensure!(!batch.is_empty(), "nothing");
+        Ok(batch)
+    })
+    .await
+    .unwrap()
+}
+
+pub(crate) const DISPATCHES: &str = "select count(*) from dispatches";
+
+pub(crate) const DEAD_LETTERS: &str = "select count(*) from dead_letters";
+
+pub(crate) const PROCESSED: &str = "select count(*) from processed_events";
+
+/// Publishes, past the outbox and without a message id, the event of a payment.
+pub(crate) async fn announce(world: &World, transaction: &str, order: &str) -> Vec<u8> {
+    let body = bytes(&event(transaction, order, AMOUNT));
+    world.broker.publish(&body, None).await.unwrap();
+    body
+}
+
+/// Waits for `count` dispatches.
+pub(crate) async fn dispatched(world: &World, count: i64) {
+    eventually("they are dispatched", LIMIT, async || {
+        let dispatches: i64 = sqlx::query_scalar(DISPATCHES).fetch_one(&world.fulfillment).await?;
+        anyhow::ensure!(dispatches == count, "{dispatches} of {count}");
+        Ok(())
+    })
+    .await
+    .unwrap();
+}
+
+pub(crate) async fn ready(api: &Api) {
+    eventually("it is ready", LIMIT, async || api.ready().await).await.unwrap();
+}
+
+/// Waits until readiness says that a check is `ok` or `failing`, and returns all it says.
+pub(crate) async fn check_is(api: &Api, check: &str, state: &str) -> Answer {
+    eventually("the check changes", LIMIT, async || {
+        let answer = api.get("/readyz").await?;
+        anyhow::ensure!(answer.body["checks"][check] == state, "{}", answer.body);
+        Ok(answer)
+    })
+    .await
+    .unwrap()
 }

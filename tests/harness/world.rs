@@ -121,10 +121,12 @@ impl World {
         if self.nats.is_ours() {
             self.nats.stop("KILL").await?;
         } else {
-            for stream in [ORDERS, FULFILLMENT] {
-                self.broker.js.delete_stream(stream).await?;
+            // Whatever `setup` came to create.
+            for stream in [ORDERS, FULFILLMENT, &format!("KV_{NOTICES}")] {
+                if self.broker.js.get_stream(stream).await.is_ok() {
+                    self.broker.js.delete_stream(stream).await?;
+                }
             }
-            self.broker.js.delete_key_value(NOTICES).await?;
         }
         match &mut self.own_postgres {
             Some(postgres) if postgres.is_ours() => postgres.stop("QUIT").await,
