@@ -16,12 +16,12 @@ use e2e::{
 };
 use sqlx::{PgPool, migrate::Migrator};
 
-pub(crate) fn test(arguments: &[String]) -> anyhow::Result<()> {
+pub(crate) fn test(arguments: impl Iterator<Item = OsString>) -> anyhow::Result<()> {
     println!("PostgreSQL   {}", find_postgres()?.how);
     println!("nats-server  {}", find_nats()?.how);
     build()?;
-    let mut all: Vec<&OsStr> = vec!["test".as_ref(), "--workspace".as_ref()];
-    all.extend(arguments.iter().map(OsStr::new));
+    let mut all: Vec<OsString> = vec!["test".into(), "--workspace".into()];
+    all.extend(arguments);
     cargo(&all, &[])
 }
 
@@ -41,7 +41,7 @@ pub(crate) async fn all(no_tests: bool) -> anyhow::Result<()> {
     } else {
         println!("== deny: cargo-deny is not installed, skipped");
     }
-    if no_tests { Ok(()) } else { step("tests", test(&[])) }
+    if no_tests { Ok(()) } else { step("tests", test(std::iter::empty())) }
 }
 
 fn step(name: &str, outcome: anyhow::Result<()>) -> anyhow::Result<()> {

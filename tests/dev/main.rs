@@ -5,7 +5,7 @@ mod demo;
 mod show;
 mod up;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{ffi::OsString, path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 
@@ -33,7 +33,7 @@ enum Command {
     /// Builds what the tests need and runs them all; arguments go to cargo test
     Test {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-        arguments: Vec<String>,
+        arguments: Vec<OsString>,
     },
     /// What CI runs: fmt, clippy, docs, .sqlx, cargo-deny where installed, tests
     Check {
@@ -50,7 +50,8 @@ async fn main() -> ExitCode {
     let done = match Arguments::parse().command {
         Command::Demo => demo::run().await,
         Command::Up { env_file } => up::run(&e2e::find::root().join(env_file)).await,
-        Command::Test { arguments } => check::test(&arguments),
+        // As they were given: clap takes a leading `--` for itself.
+        Command::Test { .. } => check::test(std::env::args_os().skip(2)),
         Command::Check { no_tests } => check::all(no_tests).await,
         Command::Sqlx => check::refresh_queries().await,
     };
