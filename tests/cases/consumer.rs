@@ -246,6 +246,7 @@ async fn a_message_that_kills_its_process_takes_no_other_with_it() {
             dead = death => {
                 dead.unwrap();
                 deaths += 1;
+                assert!(deaths <= 3, "it is never given up");
             }
         }
         let kill =

@@ -187,6 +187,28 @@ async fn a_second_signal_aborts_the_drain() {
     tokio::join!(confirm, abort);
 }
 
+/// A claim without its test is a wish.
+#[test]
+fn every_test_the_readme_names_exists() {
+    let readme = fs::read_to_string(root().join("README.md")).unwrap();
+    let cases = fs::read_dir(root().join("tests/cases")).unwrap();
+    let cases: String =
+        cases.map(|file| fs::read_to_string(file.unwrap().path()).unwrap()).collect();
+    // The third column of the table of guarantees.
+    let named: Vec<&str> = readme
+        .lines()
+        .filter(|line| {
+            line.starts_with("| ") && line.contains("](") && line.matches(" | ").count() >= 2
+        })
+        .filter_map(|line| line.rsplit(" | ").next())
+        .flat_map(|tests| tests.split('`').skip(1).step_by(2))
+        .collect();
+    assert!(named.len() >= 20, "the table is read: {named:?}");
+    for test in named {
+        assert!(cases.contains(&format!("fn {test}()")), "{test} is no test");
+    }
+}
+
 /// The outbox and the dead letters of both services are the same tables, for the same code.
 #[test]
 fn both_services_have_the_same_outbox_and_dead_letters() {
