@@ -2,7 +2,7 @@
 //!
 //! Guarantees: a message is acked only after its effect is committed; one that cannot be handled is
 //! kept in the dead letters before it is terminated; one bad message never drags others down; an
-//! outage of the database costs no message a delivery. Assumes a handler whose effect is applied
+//! outage of the database does not use up the deliveries of a message. Assumes a handler whose effect is applied
 //! once however often it is asked (inbox, business key), because redelivery is normal: after a
 //! crash, a lost ack, a slow batch.
 

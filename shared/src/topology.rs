@@ -67,7 +67,7 @@ fn stream_config(name: &str, subjects: &str, replicas: usize) -> stream::Config 
         subjects: vec![subjects.to_owned()],
         storage: StorageType::File,
         // Limits, not interest or work queue: an event stays after it was acked, so a new consumer
-        // can read back, and a restart does not forget which ids were seen (notes in the ADRs).
+        // can read back, and a restart of the server does not forget which ids it has seen.
         retention: RetentionPolicy::Limits,
         // A full stream refuses new messages: the outbox is the buffer. `Old` would delete events
         // that the relay was told are safe and that no consumer has seen.

@@ -144,8 +144,8 @@ async fn payments_go_on_while_the_broker_is_away(signal: &str) {
         waiting
     };
     let ((paid, slowest), waiting) = tokio::join!(load, outage);
-    // A confirmation that waited for the broker would have taken its time limit of 5 s.
-    assert!(slowest < Duration::from_secs(3), "the slowest confirmation took {slowest:?}");
+    // A confirmation that waited for the broker would have taken a time limit of 5 s at least.
+    assert!(slowest < Duration::from_secs(5), "the slowest confirmation took {slowest:?}");
     let ledger = world.settled(AFTER).await.unwrap();
     assert_eq!(ledger.dispatches, paid);
     println!("{paid} payments, {waiting} waited in the outbox, slowest confirmation {slowest:?}");

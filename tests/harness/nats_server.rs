@@ -1,6 +1,12 @@
 //! A real nats-server on loopback.
 
-use std::{ffi::OsString, fs, net::SocketAddr, path::PathBuf, time::Duration};
+use std::{
+    ffi::OsString,
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context as _, ensure};
 use tempfile::TempDir;
@@ -74,6 +80,11 @@ impl NatsServer {
     /// None for a server that was given.
     pub fn monitor_url(&self) -> Option<String> {
         self.is_ours().then(|| format!("http://127.0.0.1:{}", self.monitor_port))
+    }
+
+    /// A folder that goes with the server, even when we are killed. None for a server that was given.
+    pub fn folder(&self) -> Option<&Path> {
+        self.ours.as_ref().map(|ours| ours.data.path())
     }
 
     /// Where it listens.

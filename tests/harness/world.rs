@@ -90,7 +90,10 @@ impl World {
         }
         let fulfillment = pools.pop().context("two pools")?;
         let orders = pools.pop().context("two pools")?;
-        let folder = tempfile::Builder::new().prefix("outbox-pair-logs-").tempdir()?;
+        let temporary = std::env::temp_dir();
+        let folder = tempfile::Builder::new()
+            .prefix("outbox-pair-logs-")
+            .tempdir_in(nats.folder().unwrap_or(&temporary))?;
         Ok(Self {
             own_postgres,
             shared_postgres,
