@@ -46,8 +46,8 @@ impl Ledger {
         fulfillment: &PgPool,
         broker: &Broker,
     ) -> anyhow::Result<Self> {
-        // The consumer first: when it is done, the databases cannot change behind it.
-        let (consumer_pending, consumer_ack_pending) = broker.consumer_backlog().await?;
+        // In the order of travel: an event that is not in the outbox any more when that is read is in
+        // the stream when the consumer is asked, and what the consumer has acked is in its database.
         let payments: Vec<Payment> =
             sqlx::query_as("select transaction_id, order_id, amount_minor, currency from payments")
                 .fetch_all(orders)
@@ -57,6 +57,7 @@ impl Ledger {
         )
         .fetch_one(orders)
         .await?;
+        let (consumer_pending, consumer_ack_pending) = broker.consumer_backlog().await?;
         let dispatches: Vec<Payment> = sqlx::query_as(
             "select transaction_id, order_id, amount_minor, currency from dispatches",
         )
