@@ -86,6 +86,9 @@ pub async fn existing(
     tx: &mut PgConnection,
     payments: &[&PaymentConfirmed],
 ) -> sqlx::Result<Vec<Dispatch>> {
+    if payments.is_empty() {
+        return Ok(Vec::new());
+    }
     let transaction_ids: Vec<String> =
         payments.iter().map(|p| p.transaction_id.to_string()).collect();
     let order_ids: Vec<String> = payments.iter().map(|p| p.order_id.to_string()).collect();

@@ -6,8 +6,6 @@
 //! set aside for a person, never applied and never dropped. All of it commits together, and the
 //! consumer acks after that.
 
-use std::collections::HashMap;
-
 use anyhow::Context as _;
 use shared::{
     database,
@@ -16,7 +14,7 @@ use shared::{
     handler::{Delivery, Duplicate, Handler, Verdict},
     inbox,
 };
-use sqlx::{PgConnection, PgPool};
+use sqlx::PgPool;
 use tracing::info;
 use uuid::Uuid;
 
@@ -58,21 +56,22 @@ impl Handler for Intake {
             .filter(|request| !inserted.contains(&request.dispatch_id))
             .map(|request| request.payment)
             .collect();
-        let standing = Standing::read(&mut tx, &refused).await.context("cannot read dispatches")?;
+        let standing =
+            dispatches::existing(&mut tx, &refused).await.context("cannot read dispatches")?;
 
         let mut verdicts = Vec::with_capacity(batch.len());
         for (delivery, request) in batch.iter().zip(&requests) {
             verdicts.push(match request {
                 None => Verdict::Duplicate(Duplicate::Event),
                 Some(request) if inserted.contains(&request.dispatch_id) => Verdict::Done,
-                Some(request) if standing.repeats(request.payment) => {
+                Some(request) if standing.iter().any(|there| there.is_for(request.payment)) => {
                     Verdict::Duplicate(Duplicate::Transaction)
                 }
                 Some(request) => {
                     // Not applied, so not processed: a replay may apply it one day. Delivered once
                     // more, it is refused and stored once more, and that changes nothing.
                     inbox::unclaim(&mut tx, CONSUMER, request.event_id).await?;
-                    let conflict = standing.conflict(request.payment);
+                    let conflict = describe(&standing, request.payment);
                     let reason = Reason::TransactionConflict;
                     Verdict::Reject(
                         dead_letters::store(&mut tx, &delivery.origin, reason, &conflict).await?,
@@ -96,48 +95,26 @@ impl Handler for Intake {
     }
 }
 
-/// The dispatches that were there first.
-struct Standing {
-    by_transaction: HashMap<String, Dispatch>,
-    by_order: HashMap<String, Dispatch>,
-}
-
-impl Standing {
-    async fn read(tx: &mut PgConnection, refused: &[&PaymentConfirmed]) -> sqlx::Result<Self> {
-        let found =
-            if refused.is_empty() { Vec::new() } else { dispatches::existing(tx, refused).await? };
-        let by = |key: fn(&Dispatch) -> String| found.iter().map(|d| (key(d), d.clone())).collect();
-        Ok(Self {
-            by_transaction: by(|dispatch| dispatch.transaction_id.to_string()),
-            by_order: by(|dispatch| dispatch.order_id.to_string()),
-        })
-    }
-
-    fn repeats(&self, payment: &PaymentConfirmed) -> bool {
-        self.by_transaction.get(payment.transaction_id.as_str()).is_some_and(|d| d.is_for(payment))
-    }
-
-    fn conflict(&self, payment: &PaymentConfirmed) -> String {
-        let dispatch = self
-            .by_transaction
-            .get(payment.transaction_id.as_str())
-            .or_else(|| self.by_order.get(payment.order_id.as_str()));
-        match dispatch {
-            Some(there) => format!(
-                "transaction {} for order {} over {} {} by customer {} was dispatched; this event says \
-                 transaction {}, order {}, {} {}, customer {}",
-                there.transaction_id,
-                there.order_id,
-                there.amount_minor.get(),
-                there.currency,
-                there.customer_id,
-                payment.transaction_id,
-                payment.order_id,
-                payment.amount_minor.get(),
-                payment.currency,
-                payment.customer_id,
-            ),
-            None => "the dispatch in the way is gone".to_owned(),
-        }
+/// What a person needs to decide a conflict.
+fn describe(standing: &[Dispatch], payment: &PaymentConfirmed) -> String {
+    let there = standing.iter().find(|dispatch| {
+        dispatch.transaction_id == payment.transaction_id || dispatch.order_id == payment.order_id
+    });
+    match there {
+        Some(there) => format!(
+            "transaction {} for order {} over {} {} by customer {} was dispatched; this event says \
+             transaction {}, order {}, {} {}, customer {}",
+            there.transaction_id,
+            there.order_id,
+            there.amount_minor.get(),
+            there.currency,
+            there.customer_id,
+            payment.transaction_id,
+            payment.order_id,
+            payment.amount_minor.get(),
+            payment.currency,
+            payment.customer_id,
+        ),
+        None => "the dispatch in the way is gone".to_owned(),
     }
 }

@@ -7,5 +7,5 @@ use fulfillment_service::config::Config;
 #[tokio::main]
 async fn main() -> ExitCode {
     let config: Config = shared::config::parse();
-    shared::lifecycle::main(config.common.log_format, fulfillment_service::run(config)).await
+    shared::lifecycle::main(&config.common.clone(), fulfillment_service::run(config)).await
 }

@@ -7,5 +7,5 @@ use orders_service::config::Config;
 #[tokio::main]
 async fn main() -> ExitCode {
     let config: Config = shared::config::parse();
-    shared::lifecycle::main(config.common.log_format, orders_service::run(config)).await
+    shared::lifecycle::main(&config.common.clone(), orders_service::run(config)).await
 }

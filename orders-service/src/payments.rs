@@ -59,7 +59,8 @@ pub enum Outcome {
 /// Confirms a payment: **one transaction**.
 ///
 /// # Errors
-/// Nothing was changed, and the provider may repeat its confirmation.
+/// Nothing was changed, or the answer to the commit was lost; either way the provider may repeat its
+/// confirmation, and is told how it stands.
 pub async fn confirm(
     pool: &PgPool,
     confirmation: &Confirmation,

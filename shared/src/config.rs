@@ -10,6 +10,8 @@ use clap::{
     error::{ContextKind, ContextValue, ErrorKind},
 };
 
+use tracing_subscriber::EnvFilter;
+
 use crate::{database::DatabaseUrl, nats::ServerAddresses, telemetry::LogFormat};
 
 /// Settings of either service.
@@ -34,6 +36,10 @@ pub struct Common {
     /// How long the drain after a signal may take, for example 20s
     #[arg(long, env, default_value = "20s", value_parser = duration)]
     pub shutdown_grace: Duration,
+
+    /// What is logged, for example info,sqlx=warn
+    #[arg(long, env, default_value = "info", value_parser = log_filter)]
+    pub rust_log: String,
 
     /// How log lines look, text or json, for example text
     #[arg(long, env, default_value = "text")]
@@ -69,6 +75,13 @@ fn replicas(text: &str) -> Result<usize, &'static str> {
         "2" => Err("two replicas lose their quorum with either of them"),
         _ => Err("not 1 or 3"),
     }
+}
+
+/// Checked here, so that a mistake in it is reported like any other.
+fn log_filter(text: &str) -> Result<String, String> {
+    // An empty variable is one that is not set.
+    let text = if text.is_empty() { "info" } else { text };
+    EnvFilter::try_new(text).map(|_| text.to_owned()).map_err(|error| error.to_string())
 }
 
 /// A time span such as `500ms` or `20s`; not zero, which would be a busy loop.
@@ -155,6 +168,7 @@ mod tests {
             ),
             (&[DATABASE, "--shutdown-grace=soon"], "SHUTDOWN_GRACE", "expected number", "20s"),
             (&[DATABASE, "--shutdown-grace=0s"], "SHUTDOWN_GRACE", "zero", "20s"),
+            (&[DATABASE, "--rust-log=sqlx=loud"], "RUST_LOG", "expected one of", "info"),
             (&[DATABASE, "--log-format=loud"], "LOG_FORMAT", "possible values", "text"),
         ] {
             let line = complaint(arguments);

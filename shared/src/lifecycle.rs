@@ -18,14 +18,17 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{error, info};
 
-use crate::telemetry::{self, Causes, LogFormat};
+use crate::{
+    config::Common,
+    telemetry::{self, Causes},
+};
 
 /// What a `main` does: logs, runs the service, and turns how it went into an exit code.
 pub async fn main(
-    log_format: LogFormat,
+    config: &Common,
     service: impl Future<Output = anyhow::Result<ExitCode>>,
 ) -> ExitCode {
-    if let Err(error) = telemetry::init(log_format) {
+    if let Err(error) = telemetry::init(&config.rust_log, config.log_format) {
         eprintln!("error: {error:#}");
         return ExitCode::from(2);
     }

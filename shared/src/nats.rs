@@ -4,7 +4,7 @@
 //! sent. Assumes nothing about the server being there: a service starts and takes payments without
 //! it, and readiness says so.
 
-use std::{str::FromStr, sync::Arc, time::Duration};
+use std::{str::FromStr, time::Duration};
 
 use anyhow::{Context as _, ensure};
 use async_nats::{
@@ -67,7 +67,7 @@ pub struct Nats {
     client: Client,
     /// Every context has a limit of acks in flight and a task of its own, hence one for all.
     js: jetstream::Context,
-    closed: Arc<watch::Receiver<bool>>,
+    closed: watch::Receiver<bool>,
 }
 
 /// Connects in the background and keeps trying; [`Nats::connected`] tells how it stands.
@@ -108,7 +108,7 @@ pub async fn connect(servers: &ServerAddresses, name: &str) -> anyhow::Result<Na
         .context("cannot start the NATS client")?;
     let js =
         jetstream::context::ContextBuilder::new().timeout(REQUEST_TIMEOUT).build(client.clone());
-    Ok(Nats { client, js, closed: Arc::new(closed_seen) })
+    Ok(Nats { client, js, closed: closed_seen })
 }
 
 impl Nats {
@@ -168,7 +168,7 @@ impl Nats {
             warn!("nats: not everything could be sent before closing");
         }
         if self.client.drain().await.is_ok() {
-            let mut closed = watch::Receiver::clone(&self.closed);
+            let mut closed = self.closed.clone();
             if timeout(CLOSE_STEP, closed.wait_for(|closed| *closed)).await.is_err() {
                 warn!("nats: the connection did not close in time");
             }

@@ -19,24 +19,21 @@ pub enum LogFormat {
     Json,
 }
 
-/// Starts logging. The filter is `RUST_LOG`'s, or `info`.
+/// Starts logging to standard error.
 ///
 /// # Errors
-/// When `RUST_LOG` cannot be read, or logging was started before.
-pub fn init(format: LogFormat) -> anyhow::Result<()> {
-    let filter = match std::env::var(EnvFilter::DEFAULT_ENV) {
-        Ok(filter) if !filter.is_empty() => EnvFilter::try_new(filter).map_err(|error| {
-            anyhow::anyhow!("RUST_LOG cannot be read: {error}; an example: info,sqlx=warn")
-        })?,
-        _ => EnvFilter::new("info"),
-    };
+/// When the filter cannot be read, or logging was started before.
+pub fn init(filter: &str, format: LogFormat) -> anyhow::Result<()> {
     let stderr = std::io::stderr;
-    let lines = fmt().with_env_filter(filter).with_ansi(stderr().is_terminal()).with_writer(stderr);
+    let lines = fmt()
+        .with_env_filter(EnvFilter::try_new(filter)?)
+        .with_ansi(stderr().is_terminal())
+        .with_writer(stderr);
     match format {
         LogFormat::Text => lines.try_init(),
         LogFormat::Json => lines.json().flatten_event(true).try_init(),
     }
-    .map_err(|error| anyhow::anyhow!(error))
+    .map_err(anyhow::Error::from_boxed)
 }
 
 /// An error and its causes in one line. As `{:#}`, but for libraries that print their source in
