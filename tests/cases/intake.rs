@@ -3,7 +3,7 @@
 use e2e::{services::Kind, world::World};
 use fulfillment_service::intake::Intake;
 use shared::{database, inbox, values::TransactionId};
-use sqlx::Row as _;
+use sqlx::{AssertSqlSafe, Row as _};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{
@@ -11,13 +11,18 @@ use crate::support::{
     number,
 };
 
+/// Takes one guard away, so that a test shows what the others do alone.
+async fn drop_constraint(world: &World, name: &str) {
+    let drop = format!("alter table dispatches drop constraint if exists {name}");
+    sqlx::raw_sql(AssertSqlSafe(drop)).execute(&world.fulfillment).await.unwrap();
+}
+
 #[tokio::test]
 async fn a_redelivered_event_creates_one_dispatch() {
     let world = World::new().await.unwrap();
-    // The inbox alone: without it the business key would absorb these too.
-    let drop_keys = "alter table dispatches drop constraint one_dispatch_per_transaction,
-                     drop constraint one_dispatch_per_order";
-    sqlx::raw_sql(drop_keys).execute(&world.fulfillment).await.unwrap();
+    // The inbox alone: with them, the business keys would absorb these too.
+    drop_constraint(&world, "one_dispatch_per_transaction").await;
+    drop_constraint(&world, "one_dispatch_per_order").await;
     let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
     let body = bytes(&event("tx-1", "A-1", AMOUNT));
     for _ in 0..3 {
@@ -43,6 +48,7 @@ async fn the_broker_absorbs_a_repeated_message_id() {
 #[tokio::test]
 async fn the_same_payment_under_a_new_event_id_is_dispatched_once() {
     let world = World::new().await.unwrap();
+    drop_constraint(&world, "one_dispatch_per_order").await;
     let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
     for _ in 0..3 {
         let again = event("tx-1", "A-1", AMOUNT);
@@ -58,6 +64,7 @@ async fn the_same_payment_under_a_new_event_id_is_dispatched_once() {
 #[tokio::test]
 async fn a_replay_after_the_inbox_was_purged_dispatches_nothing_twice() {
     let world = World::new().await.unwrap();
+    drop_constraint(&world, "one_dispatch_per_order").await;
     let _fulfillment = world.start(Kind::Fulfillment).await.unwrap();
     let body = bytes(&event("tx-1", "A-1", AMOUNT));
     world.broker.publish(&body, None).await.unwrap();
