@@ -11,28 +11,10 @@ use e2e::{
     world::World,
 };
 use shared::{database::begin, topology};
-use sqlx::PgPool;
 
 use crate::support::{
-    AMOUNT, LIMIT, announce, check_is, dispatched, number, pay, ready, world_with_orders,
+    AMOUNT, LIMIT, announce, blocked, check_is, dispatched, number, pay, ready, world_with_orders,
 };
-
-/// Waits until a session of `service` waits for a lock.
-async fn blocked(pool: &PgPool, service: &'static str) {
-    eventually("the transaction has come this far", LIMIT, async || {
-        let waiting: i64 = sqlx::query_scalar(
-            "select count(*) from pg_stat_activity where datname = current_database()
-             and application_name like $1 || '-%' and wait_event_type = 'Lock'",
-        )
-        .bind(service)
-        .fetch_one(pool)
-        .await?;
-        anyhow::ensure!(waiting > 0, "nobody waits");
-        Ok(())
-    })
-    .await
-    .unwrap();
-}
 
 async fn proxied_orders(world: &World) -> (Proxy, e2e::services::Service, Api) {
     let proxy = Proxy::start(world.nats.address()).await.unwrap();

@@ -12,9 +12,10 @@ use e2e::{
     world::World,
 };
 use futures_util::{StreamExt as _, stream};
+use shared::database::begin;
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{AMOUNT, LIMIT, number, pay};
+use crate::support::{AMOUNT, DISPATCHES, LIMIT, announce, blocked, number, pay};
 
 /// Confirms as a payment provider does: until it gets an answer that is final.
 async fn confirm_stubbornly(apis: &[Api], order: &str) {
@@ -94,6 +95,44 @@ async fn kill_at_random(
         next = paid.load(Ordering::Relaxed) + random.usize(50..250);
     }
     kills
+}
+
+#[tokio::test]
+async fn what_is_in_hand_at_sigterm_is_committed_answered_and_acked() {
+    let world = World::new().await.unwrap();
+    let mut orders = world.start(Kind::Orders).await.unwrap();
+    let mut fulfillment = world.start(Kind::Fulfillment).await.unwrap();
+    let api = Api::new(orders.url());
+    api.place("A-1", AMOUNT).await.unwrap();
+    // Both transactions get as far as these locks, and are in the middle when the signal comes.
+    let mut of_orders = begin(&world.orders).await.unwrap();
+    sqlx::query("lock table outbox in share mode").execute(&mut *of_orders).await.unwrap();
+    let mut of_fulfillment = begin(&world.fulfillment).await.unwrap();
+    sqlx::query("lock table dispatches in share mode").execute(&mut *of_fulfillment).await.unwrap();
+    announce(&world, "tx-2", "A-2").await;
+
+    let confirm = async { api.confirm("tx-1", "A-1", AMOUNT).await.unwrap().status };
+    let terminate = async {
+        blocked(&world.orders, "orders-service").await;
+        blocked(&world.fulfillment, "fulfillment-service").await;
+        for service in [&orders, &fulfillment] {
+            service.signal("TERM").unwrap();
+            eventually("it drains", LIMIT, async || {
+                anyhow::ensure!(service.log().contains("draining"), "{}", service.log());
+                Ok(())
+            })
+            .await
+            .unwrap();
+        }
+        of_orders.rollback().await.unwrap();
+        of_fulfillment.rollback().await.unwrap();
+        (orders.ends().await.unwrap(), fulfillment.ends().await.unwrap())
+    };
+    let (answer, codes) = tokio::join!(confirm, terminate);
+    assert_eq!((answer, codes), (201, (0, 0)));
+    assert_eq!(number(&world.orders, "select count(*) from payments").await, 1);
+    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1);
+    assert_eq!(world.broker.consumer_backlog().await.unwrap().1, 0, "acked");
 }
 
 #[tokio::test]

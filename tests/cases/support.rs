@@ -169,3 +169,20 @@ pub(crate) async fn check_is(api: &Api, check: &str, state: &str) -> Answer {
     .await
     .unwrap()
 }
+
+/// Waits until a session of `service` waits for a lock.
+pub(crate) async fn blocked(pool: &PgPool, service: &'static str) {
+    eventually("the transaction has come this far", LIMIT, async || {
+        let waiting: i64 = sqlx::query_scalar(
+            "select count(*) from pg_stat_activity where datname = current_database()
+             and application_name like $1 || '-%' and wait_event_type = 'Lock'",
+        )
+        .bind(service)
+        .fetch_one(pool)
+        .await?;
+        anyhow::ensure!(waiting > 0, "nobody waits");
+        Ok(())
+    })
+    .await
+    .unwrap();
+}

@@ -174,6 +174,12 @@ impl Service {
         process.end(signal, Duration::from_secs(40)).await
     }
 
+    /// Waits for the end of one that was signalled; returns the exit code.
+    pub async fn ends(&mut self) -> anyhow::Result<i32> {
+        let mut process = self.process.take().context("it is not running")?;
+        process.wait(Duration::from_secs(40)).await
+    }
+
     /// Starts it again, on the same port and with the same settings.
     pub async fn start_again(&mut self) -> anyhow::Result<()> {
         self.process = None;
