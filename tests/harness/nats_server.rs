@@ -13,12 +13,11 @@ use tempfile::TempDir;
 
 use crate::{
     find::find_nats,
-    process::{Process, Program, tail},
+    process::{Process, Program, Slot, tail},
     wait::eventually,
 };
 
 const START_LIMIT: Duration = Duration::from_secs(30);
-const STOP_LIMIT: Duration = Duration::from_secs(30);
 
 /// A nats-server with JetStream, ours or one that was given.
 #[derive(Debug)]
@@ -28,7 +27,7 @@ pub struct NatsServer {
     /// As it was given, with a password perhaps.
     given: Option<String>,
     ours: Option<OurNats>,
-    process: Option<Process>,
+    process: Slot,
 }
 
 #[derive(Debug)]
@@ -45,7 +44,13 @@ impl NatsServer {
         let first: async_nats::ServerAddr = url.split(',').next().unwrap_or_default().parse()?;
         let address = tokio::net::lookup_host((first.host(), first.port())).await?.next();
         let address = address.with_context(|| format!("{} has no address", first.host()))?;
-        Ok(Self { address, monitor_port: 0, given: Some(url), ours: None, process: None })
+        Ok(Self {
+            address,
+            monitor_port: 0,
+            given: Some(url),
+            ours: None,
+            process: Slot::default(),
+        })
     }
 
     /// A new server with an empty store, which is removed with it.
@@ -59,8 +64,13 @@ impl NatsServer {
         let arguments = arguments.iter().map(OsString::from).collect();
         let ours = OurNats { program: find_nats()?.path, arguments, data };
         let address = ([127, 0, 0, 1], 0).into();
-        let mut server =
-            Self { address, monitor_port: 0, given: None, ours: Some(ours), process: None };
+        let mut server = Self {
+            address,
+            monitor_port: 0,
+            given: None,
+            ours: Some(ours),
+            process: Slot::default(),
+        };
         server.start_again().await?;
         Ok(server)
     }
@@ -97,22 +107,17 @@ impl NatsServer {
     }
 
     pub fn pid(&self) -> Option<u32> {
-        self.process.as_ref().map(Process::pid)
+        self.process.pid()
     }
 
     /// Whether it ended by itself.
     pub fn ended(&mut self) -> bool {
-        self.process.as_mut().is_some_and(Process::ended)
+        self.process.ended()
     }
 
     /// Stops it: `TERM` in order, `KILL` at once.
     pub async fn stop(&mut self, signal: &str) -> anyhow::Result<()> {
-        self.process
-            .take()
-            .context("it is not running, or not ours")?
-            .end(signal, STOP_LIMIT)
-            .await?;
-        Ok(())
+        self.process.end(signal).await.map(drop)
     }
 
     /// Starts it where it was, on its ports and with its store. The first time, it chooses free
@@ -164,7 +169,8 @@ impl NatsServer {
             .await
             .with_context(|| tail(&program.log))?;
         self.address.set_port(port);
-        (self.monitor_port, self.process) = (monitor_port, Some(process));
+        self.monitor_port = monitor_port;
+        self.process.fill(process);
         Ok(())
     }
 }

@@ -9,7 +9,7 @@ use tokio::net::lookup_host;
 
 use crate::{
     find::{find_postgres, is_root},
-    process::{Process, Program, free_port, tail},
+    process::{Process, Program, Slot, free_port, tail},
     wait::eventually,
 };
 
@@ -17,14 +17,13 @@ use crate::{
 const NOBODY: u32 = 65534;
 
 const START_LIMIT: Duration = Duration::from_secs(30);
-const STOP_LIMIT: Duration = Duration::from_secs(30);
 
 /// A PostgreSQL server, ours or one that was given.
 #[derive(Debug)]
 pub struct Postgres {
     address: String,
     program: Option<Program>,
-    process: Option<Process>,
+    process: Slot,
     _data: Option<TempDir>,
 }
 
@@ -35,7 +34,7 @@ impl Postgres {
             Ok(address) => Ok(Self {
                 address: address.trim_end_matches('/').to_owned(),
                 program: None,
-                process: None,
+                process: Slot::default(),
                 _data: None,
             }),
             Err(_) => Self::start().await,
@@ -99,7 +98,7 @@ impl Postgres {
         let mut server = Self {
             address: format!("postgres://postgres@127.0.0.1:{port}"),
             program: Some(program),
-            process: None,
+            process: Slot::default(),
             _data: Some(data),
         };
         server.start_again().await?;
@@ -123,28 +122,23 @@ impl Postgres {
     }
 
     pub fn pid(&self) -> Option<u32> {
-        self.process.as_ref().map(Process::pid)
+        self.process.pid()
     }
 
     /// Whether it ended by itself.
     pub fn ended(&mut self) -> bool {
-        self.process.as_mut().is_some_and(Process::ended)
+        self.process.ended()
     }
 
     /// Stops it: `INT` lets nobody finish, `QUIT` is as if the power went.
     pub async fn stop(&mut self, signal: &str) -> anyhow::Result<()> {
-        self.process
-            .take()
-            .context("it is not running, or not ours")?
-            .end(signal, STOP_LIMIT)
-            .await?;
-        Ok(())
+        self.process.end(signal).await.map(drop)
     }
 
     /// Starts it where it was.
     pub async fn start_again(&mut self) -> anyhow::Result<()> {
         let program = self.program.as_ref().context("it is not ours")?;
-        self.process = Some(Process::start(program).await?);
+        self.process.fill(Process::start(program).await?);
         let options: PgConnectOptions = self.url("postgres").parse()?;
         eventually("PostgreSQL answers", START_LIMIT, async || {
             Ok(PgConnection::connect_with(&options).await?.close().await?)

@@ -117,15 +117,46 @@ impl Process {
         Ok(code.parse()?)
     }
 
-    /// Sends a signal and waits for the end.
-    pub async fn end(mut self, signal: &str, limit: Duration) -> anyhow::Result<i32> {
-        self.signal(signal)?;
-        self.wait(limit).await
-    }
-
     /// Whether it has ended by itself.
     pub fn ended(&mut self) -> bool {
         matches!(self.shell.try_wait(), Ok(Some(_)))
+    }
+}
+
+/// Longer than any service's drain.
+const END_LIMIT: Duration = Duration::from_secs(40);
+
+/// Room for a process that comes and goes: started, ended, started again.
+#[derive(Debug, Default)]
+pub struct Slot(Option<Process>);
+
+impl Slot {
+    pub fn fill(&mut self, process: Process) {
+        self.0 = Some(process);
+    }
+
+    pub fn pid(&self) -> Option<u32> {
+        self.0.as_ref().map(Process::pid)
+    }
+
+    pub fn signal(&self, name: &str) -> anyhow::Result<()> {
+        self.0.as_ref().context("it is not running, or not ours")?.signal(name)
+    }
+
+    /// Waits for the end of one that was signalled; returns the exit code.
+    pub async fn wait(&mut self) -> anyhow::Result<i32> {
+        self.0.take().context("it is not running, or not ours")?.wait(END_LIMIT).await
+    }
+
+    /// Sends a signal and waits for the end.
+    pub async fn end(&mut self, signal: &str) -> anyhow::Result<i32> {
+        self.signal(signal)?;
+        self.wait().await
+    }
+
+    /// Whether it was started and has ended by itself.
+    pub fn ended(&mut self) -> bool {
+        self.0.as_mut().is_some_and(Process::ended)
     }
 }
 

@@ -11,7 +11,7 @@ use anyhow::{Context as _, ensure};
 
 use crate::{
     find::root,
-    process::{Process, Program, free_port, tail},
+    process::{Process, Program, Slot, free_port, tail},
     wait::eventually,
 };
 
@@ -144,7 +144,9 @@ impl Plan {
         })
         .await
         .with_context(|| tail(&self.log()))?;
-        Ok(Service { plan: self.clone(), process: Some(process) })
+        let mut service = Service { plan: self.clone(), process: Slot::default() };
+        service.process.fill(process);
+        Ok(service)
     }
 }
 
@@ -152,7 +154,7 @@ impl Plan {
 #[derive(Debug)]
 pub struct Service {
     pub plan: Plan,
-    process: Option<Process>,
+    process: Slot,
 }
 
 impl Service {
@@ -161,35 +163,33 @@ impl Service {
     }
 
     pub fn pid(&self) -> Option<u32> {
-        self.process.as_ref().map(Process::pid)
+        self.process.pid()
     }
 
     pub fn signal(&self, name: &str) -> anyhow::Result<()> {
-        self.process.as_ref().context("it is not running")?.signal(name)
+        self.process.signal(name)
     }
 
     /// Sends a signal and waits for the end; returns the exit code.
     pub async fn end(&mut self, signal: &str) -> anyhow::Result<i32> {
-        let process = self.process.take().context("it is not running")?;
-        process.end(signal, Duration::from_secs(40)).await
+        self.process.end(signal).await
     }
 
     /// Waits for the end of one that was signalled; returns the exit code.
     pub async fn ends(&mut self) -> anyhow::Result<i32> {
-        let mut process = self.process.take().context("it is not running")?;
-        process.wait(Duration::from_secs(40)).await
+        self.process.wait().await
     }
 
     /// Starts it again, on the same port and with the same settings.
     pub async fn start_again(&mut self) -> anyhow::Result<()> {
-        self.process = None;
+        self.process = Slot::default();
         *self = self.plan.start().await?;
         Ok(())
     }
 
     /// Whether it ended by itself.
     pub fn ended(&mut self) -> bool {
-        self.process.as_mut().is_none_or(Process::ended)
+        self.process.ended()
     }
 
     /// Everything it logged.
