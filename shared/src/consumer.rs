@@ -2,9 +2,9 @@
 //!
 //! Guarantees: a message is acked only after its effect is committed; one that cannot be handled is
 //! kept in the dead letters before it is terminated; one bad message never drags others down; an
-//! outage of the database does not use up the deliveries of a message. Assumes a handler whose effect is applied
-//! once however often it is asked (inbox, business key), because redelivery is normal: after a
-//! crash, a lost ack, a slow batch.
+//! outage of the database does not use up the deliveries of a message. Assumes a handler whose
+//! effect is applied once however often it is asked (inbox, business key), because redelivery is
+//! normal: after a crash, a lost ack, a slow batch.
 
 use std::{panic::AssertUnwindSafe, time::Duration};
 
@@ -212,26 +212,51 @@ impl<H: Handler> Consumer<H> {
         }
     }
 
-    /// Asks the handler, as often as it takes to find the database in place. None: told to stop
-    /// before that.
+    /// Asks the handler. None: told to stop while the database was away.
     async fn attempt(
         &self,
         deliveries: &[Delivery<H::Data>],
         stop: &CancellationToken,
     ) -> Option<anyhow::Result<Vec<Verdict>>> {
-        for attempt in 1.. {
+        let handle = || async {
             // A panic is a failure like any other: its transaction is rolled back, and the message
             // that causes it ends in the dead letters, not the process.
             let handled = AssertUnwindSafe(self.handler.handle(deliveries)).catch_unwind().await;
-            let error = match handled {
-                Ok(Ok(verdicts)) => return Some(Ok(verdicts)),
-                Ok(Err(error)) => error,
-                Err(_) => anyhow::anyhow!("the handler panicked"),
-            };
-            if !self.is_outage(&error).await {
-                return Some(Err(error));
+            handled.unwrap_or_else(|_| Err(anyhow::anyhow!("the handler panicked")))
+        };
+        self.through_outages(handle, stop).await
+    }
+
+    /// Keeps a message that never reaches the handler. None: told to stop before it was kept.
+    async fn reject(
+        &self,
+        origin: &Origin,
+        reason: Reason,
+        why: &str,
+        stop: &CancellationToken,
+    ) -> Option<Verdict> {
+        let store = || async {
+            let mut connection = self.pool.acquire().await?;
+            anyhow::Ok(dead_letters::store(&mut connection, origin, reason, why).await?)
+        };
+        let stored = self.through_outages(store, stop).await?;
+        Some(stored.map_or_else(Verdict::Retry, Verdict::Reject))
+    }
+
+    /// Does `work`, as often as it takes to find the database in place. An error is the work's own.
+    /// None: told to stop before that.
+    async fn through_outages<T, F: Future<Output = anyhow::Result<T>>>(
+        &self,
+        work: impl Fn() -> F,
+        stop: &CancellationToken,
+    ) -> Option<anyhow::Result<T>> {
+        for attempt in 1.. {
+            match work().await {
+                Err(error) if self.is_outage(&error).await => {
+                    self.wait_for_database(attempt, &error, stop).await?;
+                }
+                done => return Some(done),
             }
-            self.wait_for_database(attempt, &error, stop).await?;
         }
         None
     }
@@ -261,28 +286,6 @@ impl<H: Handler> Consumer<H> {
             }
         }
         Some(())
-    }
-
-    /// Keeps a message that never reaches the handler. None: told to stop before it was kept.
-    async fn reject(
-        &self,
-        origin: &Origin,
-        reason: Reason,
-        why: &str,
-        stop: &CancellationToken,
-    ) -> Option<Verdict> {
-        for attempt in 1.. {
-            let stored = async {
-                let mut connection = self.pool.acquire().await?;
-                anyhow::Ok(dead_letters::store(&mut connection, origin, reason, why).await?)
-            };
-            match stored.await {
-                Ok(stored) => return Some(Verdict::Reject(stored)),
-                Err(error) if !self.is_outage(&error).await => return Some(Verdict::Retry(error)),
-                Err(error) => self.wait_for_database(attempt, &error, stop).await?,
-            }
-        }
-        None
     }
 
     /// Tells the broker. If it does not get to know, it delivers again, and the inbox answers.

@@ -84,18 +84,24 @@ pub fn ready(checks: impl IntoIterator<Item = Check>) -> Response {
     if failing.is_empty() {
         return Json(json!({ "status": "ready", "checks": names })).into_response();
     }
-    let detail =
-        failing.iter().map(|(name, why)| format!("{name}: {}", why.as_str().unwrap_or_default()));
-    let problem = json!({
-        "type": "/problems/not_ready",
-        "title": "Not ready",
-        "status": 503,
-        "detail": detail.collect::<Vec<_>>().join("; "),
-        "code": "not_ready",
-        "checks": names,
-        "failing": failing,
-    });
-    problem_json(StatusCode::SERVICE_UNAVAILABLE, &problem)
+    let detail: Vec<String> = failing
+        .iter()
+        .map(|(name, why)| format!("{name}: {}", why.as_str().unwrap_or_default()))
+        .collect();
+    let status = StatusCode::SERVICE_UNAVAILABLE;
+    let problem = Problem::new(status, "not_ready", "Not ready", detail.join("; "));
+    problem_json(status, &NotReady { problem, checks: names, failing })
+}
+
+/// A problem with two members of its own.
+#[derive(Serialize)]
+struct NotReady {
+    #[serde(flatten)]
+    problem: Problem,
+    /// All checks, by name: `ok` or `failing`.
+    checks: Map<String, Value>,
+    /// The failing ones, with the reason.
+    failing: Map<String, Value>,
 }
 
 /// Runs a check of [`ready`], and takes no answer in time for a no.

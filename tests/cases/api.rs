@@ -17,7 +17,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::support::{AMOUNT, LIMIT, number, world_with_orders};
+use crate::support::{AMOUNT, LIMIT, logged, number, world_with_orders};
 
 fn assert_problem(answer: &Answer, status: u16, code: &str, what: &str) {
     assert_eq!((answer.status, answer.code()), (status, code), "{what}: {}", answer.body);
@@ -319,10 +319,5 @@ async fn the_trace_of_a_request_reaches_the_consumers_log() {
     assert_eq!(kept, traceparent);
     let message = world.broker.messages().await.unwrap().remove(0);
     assert_eq!(message.traceparent.as_deref(), Some(traceparent));
-    eventually("it is logged", LIMIT, async || {
-        anyhow::ensure!(fulfillment.log().contains(traceparent), "{}", fulfillment.log());
-        Ok(())
-    })
-    .await
-    .unwrap();
+    logged(&fulfillment, traceparent).await;
 }

@@ -13,16 +13,9 @@ use e2e::{
 use shared::{database::begin, topology};
 
 use crate::support::{
-    AMOUNT, LIMIT, announce, blocked, check_is, dispatched, number, pay, ready, world_with_orders,
+    AMOUNT, DEAD_LETTERS, DISPATCHES, LIMIT, UNPUBLISHED, announce, blocked, check_is, consumed,
+    dispatched, no_session, number, pay, proxied_orders, ready, world_with_orders,
 };
-
-async fn proxied_orders(world: &World) -> (Proxy, e2e::services::Service, Api) {
-    let proxy = Proxy::start(world.nats.address()).await.unwrap();
-    let orders = world.plan_through(Kind::Orders, &proxy).unwrap().start().await.unwrap();
-    let api = Api::new(orders.url());
-    ready(&api).await;
-    (proxy, orders, api)
-}
 
 #[tokio::test]
 async fn crash_point_1a_before_commit_nothing_happened_and_the_provider_asks_again() {
@@ -41,18 +34,7 @@ async fn crash_point_1a_before_commit_nothing_happened_and_the_provider_asks_aga
     tokio::join!(confirm, kill);
     lock.rollback().await.unwrap();
 
-    eventually("PostgreSQL has noticed", LIMIT, async || {
-        let open = number(
-            &world.orders,
-            "select count(*) from pg_stat_activity where datname = current_database()
-             and application_name like 'orders-service-%'",
-        )
-        .await;
-        anyhow::ensure!(open == 0, "{open} sessions");
-        Ok(())
-    })
-    .await
-    .unwrap();
+    no_session(&world.orders).await;
     assert_eq!(number(&world.orders, "select count(*) from payments").await, 0);
     assert_eq!(number(&world.orders, "select count(*) from outbox").await, 0);
     orders.start_again().await.unwrap();
@@ -67,10 +49,7 @@ async fn crash_point_1b_after_commit_the_event_waits_for_any_relay() {
     world.nats.stop("KILL").await.unwrap();
     pay(&api, "A", 10).await;
     orders.end("KILL").await.unwrap();
-    assert_eq!(
-        number(&world.orders, "select count(*) from outbox where published_at is null").await,
-        10
-    );
+    assert_eq!(number(&world.orders, UNPUBLISHED).await, 10);
 
     world.nats.start_again().await.unwrap();
     let _another = world.start(Kind::Orders).await.unwrap();
@@ -92,10 +71,7 @@ async fn crash_point_2_between_publish_and_mark_is_absorbed_by_the_broker() {
     .unwrap();
     orders.end("KILL").await.unwrap();
     let stored = world.broker.count().await.unwrap();
-    assert_eq!(
-        number(&world.orders, "select count(*) from outbox where published_at is null").await,
-        20
-    );
+    assert_eq!(number(&world.orders, UNPUBLISHED).await, 20);
 
     proxy.set(Flow::Open);
     orders.start_again().await.unwrap();
@@ -143,15 +119,10 @@ async fn crash_point_3a_before_commit_everything_is_delivered_again() {
     fulfillment.end("KILL").await.unwrap();
     lock.rollback().await.unwrap();
     fulfillment.start_again().await.unwrap();
-    eventually("it is dispatched after the acknowledgement time", LIMIT, async || {
-        let dispatches = number(&world.fulfillment, "select count(*) from dispatches").await;
-        anyhow::ensure!(dispatches == 1, "{dispatches} dispatches");
-        anyhow::ensure!(world.broker.consumer_backlog().await? == (0, 0), "not acked");
-        Ok(())
-    })
-    .await
-    .unwrap();
-    assert_eq!(number(&world.fulfillment, "select count(*) from dead_letters").await, 0);
+    // After the acknowledgement time.
+    dispatched(&world, 1).await;
+    consumed(&world).await;
+    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0);
 }
 
 #[tokio::test]
@@ -170,13 +141,7 @@ async fn crash_point_3b_between_commit_and_ack_is_absorbed_by_the_inbox() {
     fulfillment.end("KILL").await.unwrap();
     drop(proxy);
     let fulfillment = world.start(Kind::Fulfillment).await.unwrap();
-    eventually("it is acked", LIMIT, async || {
-        let backlog = world.broker.consumer_backlog().await?;
-        anyhow::ensure!(backlog == (0, 0), "{backlog:?}");
-        Ok(())
-    })
-    .await
-    .unwrap();
-    assert_eq!(number(&world.fulfillment, "select count(*) from dispatches").await, 1);
+    consumed(&world).await;
+    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1);
     assert!(fulfillment.log().contains("absorbed by Event"), "{}", fulfillment.log());
 }

@@ -15,7 +15,9 @@ use futures_util::{StreamExt as _, stream};
 use shared::database::begin;
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{AMOUNT, DISPATCHES, LIMIT, announce, blocked, number, pay};
+use crate::support::{
+    AMOUNT, DISPATCHES, LIMIT, announce, blocked, logged, no_session, number, pay,
+};
 
 /// Confirms as a payment provider does: until it gets an answer that is final.
 async fn confirm_stubbornly(apis: &[Api], order: &str) {
@@ -117,12 +119,7 @@ async fn what_is_in_hand_at_sigterm_is_committed_answered_and_acked() {
         blocked(&world.fulfillment, "fulfillment-service").await;
         for service in [&orders, &fulfillment] {
             service.signal("TERM").unwrap();
-            eventually("it drains", LIMIT, async || {
-                anyhow::ensure!(service.log().contains("draining"), "{}", service.log());
-                Ok(())
-            })
-            .await
-            .unwrap();
+            logged(service, "draining").await;
         }
         of_orders.rollback().await.unwrap();
         of_fulfillment.rollback().await.unwrap();
@@ -182,19 +179,10 @@ async fn a_terminated_service_finishes_what_it_has_in_hand() {
     let answered = answered.load(Ordering::Relaxed) as i64;
     let payments = number(&world.orders, "select count(*) from payments").await;
     assert!(payments >= 50 + answered, "{answered} answered, {payments} there");
-    // A session ends a moment after its client is gone, unless it is left in a transaction.
-    eventually("no session is left", Duration::from_secs(15), async || {
-        let open = "select count(*) from pg_stat_activity where datname = current_database()
-                    and application_name like '%-service-%'";
-        let sessions = number(&world.orders, open).await;
-        anyhow::ensure!(sessions == 0, "{sessions} sessions");
-        Ok(())
-    })
-    .await
-    .unwrap();
+    no_session(&world.orders).await;
     // Every ack that could be sent was sent: what was applied is not pending any more, so whatever
     // is delivered again has not been applied.
-    let dispatches = number(&world.fulfillment, "select count(*) from dispatches").await;
+    let dispatches = number(&world.fulfillment, DISPATCHES).await;
     let acked = world.broker.acked().await.unwrap();
     assert_eq!(acked as i64, dispatches, "acked, dispatched");
 

@@ -15,7 +15,7 @@ use e2e::{
 use futures_util::future::join_all;
 use shared::topology;
 
-use crate::support::{LIMIT, check_is, ready};
+use crate::support::{LIMIT, check_is, logged, ready};
 
 /// A world as it is before any `setup`.
 async fn start_over(world: &World) {
@@ -143,12 +143,7 @@ async fn user_and_password_may_stand_in_the_url() {
     let (_right, api) = start("pair:p%40ss%2Fword").await;
     check_is(&api, "nats", "ok").await;
     let (wrong, api) = start("pair:hunter2").await;
-    eventually("it is refused", LIMIT, async || {
-        anyhow::ensure!(wrong.log().contains("authorization violation"), "{}", wrong.log());
-        Ok(())
-    })
-    .await
-    .unwrap();
+    logged(&wrong, "authorization violation").await;
     assert_eq!(api.get("/readyz").await.unwrap().body["checks"]["nats"], "failing");
     assert!(!wrong.log().contains("hunter2"), "{}", wrong.log());
 }
@@ -176,12 +171,7 @@ async fn a_second_signal_aborts_the_drain() {
         .await
         .unwrap();
         orders.signal("TERM").unwrap();
-        eventually("it drains", LIMIT, async || {
-            anyhow::ensure!(orders.log().contains("draining"), "{}", orders.log());
-            Ok(())
-        })
-        .await
-        .unwrap();
+        logged(&orders, "draining").await;
         assert_ne!(orders.end("TERM").await.unwrap(), 0);
     };
     tokio::join!(confirm, abort);

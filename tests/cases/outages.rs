@@ -1,4 +1,4 @@
-//! Servers that go away under load, and services that are killed at random.
+//! Servers that go away under load.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,10 @@ use e2e::{api::Api, services::Kind, wait::eventually, world::World};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{AMOUNT, LIMIT, announce, check_is, dispatched, number, ready};
+use crate::support::{
+    AMOUNT, DEAD_LETTERS, DISPATCHES, LIMIT, UNPUBLISHED, announce, check_is, dispatched, number,
+    ready,
+};
 
 const OUTAGE: Duration = Duration::from_secs(30);
 /// Several times the longest wait of a first nak.
@@ -52,7 +55,7 @@ async fn an_outage_of_the_database_costs_no_message_and_no_delivery() {
     let load = pay_steadily(&orders_api, "A", &stop);
     let outage = async {
         eventually("payments are dispatched", LIMIT, async || {
-            let dispatches = number(&world.fulfillment, "select count(*) from dispatches").await;
+            let dispatches = number(&world.fulfillment, DISPATCHES).await;
             anyhow::ensure!(dispatches > 20, "{dispatches}");
             Ok(())
         })
@@ -68,9 +71,7 @@ async fn an_outage_of_the_database_costs_no_message_and_no_delivery() {
     };
     let ((paid, _), ()) = tokio::join!(load, outage);
     eventually("everything is dispatched", AFTER, async || {
-        let dispatches: i64 = sqlx::query_scalar("select count(*) from dispatches")
-            .fetch_one(&world.fulfillment)
-            .await?;
+        let dispatches: i64 = sqlx::query_scalar(DISPATCHES).fetch_one(&world.fulfillment).await?;
         let backlog = world.broker.consumer_backlog().await?;
         let stored = world.broker.count().await?;
         let state =
@@ -80,7 +81,7 @@ async fn an_outage_of_the_database_costs_no_message_and_no_delivery() {
     })
     .await
     .unwrap();
-    assert_eq!(number(&world.fulfillment, "select count(*) from dead_letters").await, 0);
+    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0);
     println!("{paid} payments through an outage of {OUTAGE:?}");
 }
 
@@ -110,10 +111,10 @@ async fn a_database_that_may_only_read_costs_no_delivery() {
     check_is(&api, "consumer", "failing").await;
     // One delivery is all there is: a nak now, and the next one would be given up.
     last(SEVERAL_NAKS).await;
-    assert_eq!(number(&world.fulfillment, "select count(*) from dead_letters").await, 0);
+    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0);
     switch("off").await;
     dispatched(&world, 1).await;
-    assert_eq!(number(&world.fulfillment, "select count(*) from dead_letters").await, 0);
+    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0);
 }
 
 async fn payments_go_on_while_the_broker_is_away(signal: &str) {
@@ -135,8 +136,7 @@ async fn payments_go_on_while_the_broker_is_away(signal: &str) {
         world.nats.stop(signal).await.unwrap();
         check_is(&api, "nats", "failing").await;
         last(OUTAGE).await;
-        let waiting =
-            number(&world.orders, "select count(*) from outbox where published_at is null").await;
+        let waiting = number(&world.orders, UNPUBLISHED).await;
         assert!(waiting > 100, "the outbox is the buffer: {waiting} rows wait");
         world.nats.start_again().await.unwrap();
         ready(&api).await;

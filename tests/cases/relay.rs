@@ -16,7 +16,9 @@ use shared::{
 use sqlx::PgPool;
 use uuid::Uuid;
 
-use crate::support::{AMOUNT, LIMIT, event, number, pay, ready, relay, world_with_orders};
+use crate::support::{
+    AMOUNT, LIMIT, UNPUBLISHED, event, number, pay, proxied_orders, relay, world_with_orders,
+};
 
 async fn enqueue(pool: &PgPool, event: &Event<PaymentConfirmed>) -> String {
     let mut tx = database::begin(pool).await.unwrap();
@@ -103,8 +105,7 @@ async fn events_of_one_order_keep_their_order_when_one_fails_and_hold_nobody_els
         .unwrap();
     eventually("the backlog is gone", LIMIT, async || {
         relay.step().await?;
-        let pending =
-            number(&world.orders, "select count(*) from outbox where published_at is null").await;
+        let pending = number(&world.orders, UNPUBLISHED).await;
         anyhow::ensure!(pending == 0, "{pending} rows wait");
         Ok(())
     })
@@ -140,10 +141,7 @@ async fn poison_at_the_head_does_not_starve_the_rest() {
     })
     .await
     .unwrap();
-    assert_eq!(
-        number(&world.orders, "select count(*) from outbox where published_at is null").await,
-        20
-    );
+    assert_eq!(number(&world.orders, UNPUBLISHED).await, 20);
 }
 
 #[tokio::test]
@@ -343,10 +341,7 @@ async fn with_two_replicas_no_event_waits_for_a_poll() {
 #[tokio::test]
 async fn no_transaction_is_open_while_the_broker_is_waited_for() {
     let world = World::new().await.unwrap();
-    let proxy = e2e::proxy::Proxy::start(world.nats.address()).await.unwrap();
-    let service = world.plan_through(Kind::Orders, &proxy).unwrap().start().await.unwrap();
-    let api = e2e::api::Api::new(service.url());
-    ready(&api).await;
+    let (proxy, _service, api) = proxied_orders(&world).await;
     proxy.set(e2e::proxy::Flow::HoldReplies);
     pay(&api, "A", 20).await;
     eventually("they are stored", LIMIT, async || {

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use async_nats::jetstream::{Message, consumer::PullConsumer};
+use async_nats::jetstream::Message;
 use e2e::{
     api::{Answer, Api},
+    proxy::Proxy,
     services::{Kind, Service},
     wait::eventually,
     world::World,
@@ -34,6 +35,15 @@ pub(crate) async fn world_with_orders() -> (World, Service, Api) {
     let service = world.start(Kind::Orders).await.unwrap();
     let api = Api::new(service.url());
     (world, service, api)
+}
+
+/// orders-service, ready, with a proxy between it and the broker.
+pub(crate) async fn proxied_orders(world: &World) -> (Proxy, Service, Api) {
+    let proxy = Proxy::start(world.nats.address()).await.unwrap();
+    let orders = world.plan_through(Kind::Orders, &proxy).unwrap().start().await.unwrap();
+    let api = Api::new(orders.url());
+    ready(&api).await;
+    (proxy, orders, api)
 }
 
 /// Places and pays `count` orders named `{prefix}-{n}`, sixteen at a time.
@@ -119,8 +129,7 @@ pub(crate) async fn consumer<H: Handler>(
 
 /// What the durable has to deliver, at most `most`; waits for the first.
 pub(crate) async fn deliveries(world: &World, most: usize) -> Vec<Message> {
-    let durable: PullConsumer =
-        world.broker.js.get_consumer_from_stream(CONSUMER, topology::ORDERS).await.unwrap();
+    let durable = world.broker.durable().await.unwrap();
     eventually("something is delivered", LIMIT, async || {
         let fetched = durable.fetch().max_messages(most).messages().await?;
         let batch: Vec<_> = fetched.map(Result::unwrap).collect().await;
@@ -132,6 +141,9 @@ pub(crate) async fn deliveries(world: &World, most: usize) -> Vec<Message> {
 }
 
 pub(crate) const DISPATCHES: &str = "select count(*) from dispatches";
+
+/// Outbox rows that wait.
+pub(crate) const UNPUBLISHED: &str = "select count(*) from outbox where published_at is null";
 
 pub(crate) const DEAD_LETTERS: &str = "select count(*) from dead_letters";
 
@@ -181,6 +193,30 @@ pub(crate) async fn blocked(pool: &PgPool, service: &'static str) {
         .fetch_one(pool)
         .await?;
         anyhow::ensure!(waiting > 0, "nobody waits");
+        Ok(())
+    })
+    .await
+    .unwrap();
+}
+
+/// Waits until a service has logged something.
+pub(crate) async fn logged(service: &Service, text: &str) {
+    eventually("it is logged", LIMIT, async || {
+        anyhow::ensure!(service.log().contains(text), "{}", service.log());
+        Ok(())
+    })
+    .await
+    .unwrap();
+}
+
+/// Waits until a database has no session of our services any more: a moment after they are gone,
+/// unless one was left in a transaction, which PostgreSQL ends after 30 s.
+pub(crate) async fn no_session(pool: &PgPool) {
+    eventually("no session is left", Duration::from_secs(15), async || {
+        let open = "select count(*) from pg_stat_activity where datname = current_database()
+                    and application_name like '%-service-%'";
+        let sessions = number(pool, open).await;
+        anyhow::ensure!(sessions == 0, "{sessions} sessions");
         Ok(())
     })
     .await

@@ -203,7 +203,7 @@ impl Stage<'_> {
         );
 
         let wait = self.show.wait("fulfillment reads them");
-        let ledger = self.settled().await?;
+        let ledger = self.world.arrived(LIMIT).await?;
         drop(wait);
         self.show.line(
             "fulfillment",
@@ -227,14 +227,6 @@ impl Stage<'_> {
         );
         self.show.line("fulfillment", format_args!("still {} dispatches", ledger.dispatches));
         Ok(recognised)
-    }
-
-    async fn settled(&self) -> anyhow::Result<Ledger> {
-        eventually("everything has arrived", LIMIT, async || {
-            let ledger = self.world.ledger().await?;
-            ledger.settled().map(|()| ledger)
-        })
-        .await
     }
 
     async fn lose_the_broker(&self) -> anyhow::Result<()> {
@@ -301,7 +293,7 @@ impl Stage<'_> {
         self.show
             .line("orders", "started again; its relay waits for the dead one's lease to run out");
         let wait = self.show.wait("publishing again");
-        let ledger = self.settled().await?;
+        let ledger = self.world.arrived(LIMIT).await?;
         drop(wait);
         self.show.line("relay", "published what was not marked, under the same message ids");
         self.show.line(

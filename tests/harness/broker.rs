@@ -98,15 +98,20 @@ impl Broker {
 
     /// The durable of fulfillment: what it has not delivered, and what nobody has acked.
     pub async fn consumer_backlog(&self) -> anyhow::Result<(u64, usize)> {
-        let consumer: PullConsumer = self.js.get_consumer_from_stream(CONSUMER, ORDERS).await?;
-        let info = consumer.cached_info();
+        let durable = self.durable().await?;
+        let info = durable.cached_info();
         Ok((info.num_pending, info.num_ack_pending))
     }
 
     /// How many messages of the durable are acked or terminated, counted from the first.
     pub async fn acked(&self) -> anyhow::Result<u64> {
-        let consumer: PullConsumer = self.js.get_consumer_from_stream(CONSUMER, ORDERS).await?;
-        let info = consumer.cached_info();
+        let durable = self.durable().await?;
+        let info = durable.cached_info();
         Ok(info.delivered.stream_sequence - info.num_ack_pending as u64)
+    }
+
+    /// The durable, as the server has it now.
+    pub async fn durable(&self) -> anyhow::Result<PullConsumer> {
+        Ok(self.js.get_consumer_from_stream(CONSUMER, ORDERS).await?)
     }
 }

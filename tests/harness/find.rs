@@ -55,8 +55,11 @@ pub fn find_postgres() -> anyhow::Result<Found> {
 pub fn find_nats() -> anyhow::Result<Found> {
     let on_path = std::env::var_os("PATH").unwrap_or_default();
     for path in std::env::split_paths(&on_path).map(|directory| directory.join("nats-server")) {
-        if path.exists() && version(&path).is_ok_and(|text| recent_enough(&text)) {
-            let how = format!("{} ({})", version(&path)?, path.display());
+        if path.exists()
+            && let Ok(version) = version(&path)
+            && recent_enough(&version)
+        {
+            let how = format!("{version} ({})", path.display());
             return Ok(Found { path, how });
         }
     }

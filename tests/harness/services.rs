@@ -83,7 +83,7 @@ pub struct Plan {
     pub kind: Kind,
     pub port: u16,
     /// Beyond the address.
-    pub environment: Vec<(String, String)>,
+    environment: Vec<(String, String)>,
     folder: PathBuf,
 }
 

@@ -64,13 +64,13 @@ impl World {
     /// A world as a deployment finds it: servers, which may be given, and empty databases.
     pub async fn bare() -> anyhow::Result<Self> {
         let postgres = Postgres::given_or_started().await?;
-        let world =
-            Self::build(Some(postgres), None, NatsServer::given_or_started().await?).await?;
+        let nats = NatsServer::given_or_started().await?;
+        // Before anything is created on a server that is not ours.
         ensure!(
-            world.broker.stream().await.is_err(),
+            Broker::connect(&nats.url()).await?.stream().await.is_err(),
             "the server of NATS_URL has a stream ORDERS already; this needs one without"
         );
-        Ok(world)
+        Self::build(Some(postgres), None, nats).await
     }
 
     async fn build(
@@ -108,7 +108,7 @@ impl World {
     }
 
     /// Has both services migrate their databases and upsert the topology.
-    pub async fn set_up(self) -> anyhow::Result<Self> {
+    async fn set_up(self) -> anyhow::Result<Self> {
         let plans = [self.plan(Kind::Orders)?, self.plan(Kind::Fulfillment)?];
         let (orders, fulfillment) = tokio::try_join!(plans[0].run("setup"), plans[1].run("setup"))?;
         for (code, plan) in [orders, fulfillment].iter().zip(&plans) {
@@ -186,13 +186,18 @@ impl World {
         Ledger::read(&self.orders, &self.fulfillment, &self.broker).await
     }
 
-    /// Waits until nothing is under way, and returns a ledger that holds.
-    pub async fn settled(&self, limit: Duration) -> anyhow::Result<Ledger> {
-        let ledger = eventually("everything has arrived", limit, async || {
+    /// Waits until nothing is under way, and returns the ledger of that moment.
+    pub async fn arrived(&self, limit: Duration) -> anyhow::Result<Ledger> {
+        eventually("everything has arrived", limit, async || {
             let ledger = self.ledger().await?;
             ledger.settled().map(|()| ledger)
         })
-        .await?;
+        .await
+    }
+
+    /// The same, and the promise holds.
+    pub async fn settled(&self, limit: Duration) -> anyhow::Result<Ledger> {
+        let ledger = self.arrived(limit).await?;
         ledger.holds()?;
         Ok(ledger)
     }
