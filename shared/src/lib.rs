@@ -11,6 +11,7 @@
 #![warn(missing_docs)]
 
 pub mod backoff;
+pub mod claim;
 pub mod config;
 pub mod consumer;
 pub mod database;
