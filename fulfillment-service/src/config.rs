@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use clap::Parser;
 use shared::config::{Common, Run};
 
+use crate::call::Endpoint;
+
 /// Turns each confirmed payment into one dispatch, however often it is told.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "fulfillment-service", version)]
@@ -16,13 +18,13 @@ pub struct Config {
     #[arg(long, env, default_value = "127.0.0.1:8081")]
     pub http_addr: SocketAddr,
 
-    /// The most messages of one transaction, for example 200
-    #[arg(long, env, default_value = "200", value_parser = clap::value_parser!(u32).range(1..=5000))]
-    pub consumer_batch: u32,
+    /// The carrier's HTTP API; without it, a sandbox within this process, for example `https://carrier.example/v1`
+    #[arg(long, env, hide_env_values = true)]
+    pub carrier_url: Option<Endpoint>,
 
-    /// Deliveries before a message goes to the dead letters, for example 10
-    #[arg(long, env, default_value = "10", value_parser = clap::value_parser!(u32).range(1..))]
-    pub consumer_max_deliveries: u32,
+    /// Where notices of dispatched orders are posted; without it, they are logged, for example `https://shop.example/notices`
+    #[arg(long, env, hide_env_values = true)]
+    pub notify_url: Option<Endpoint>,
 
     #[command(subcommand)]
     pub run: Option<Run>,

@@ -1,23 +1,36 @@
 //! The table `dispatches`: at most one row per payment and per order, by constraint.
 //!
-//! A dispatch starts as `requested`. What calls a carrier takes it from there.
+//! A dispatch starts as `requested`, is taken under a lease as often as it needs, and ends as
+//! `dispatched` or `failed`, once: every change asks for the status and for the attempt that was
+//! taken, so whoever comes late hits no row.
 
-use std::collections::HashSet;
+use std::{collections::HashSet, time::Duration};
 
 use shared::{
-    events::{EventId, PaymentConfirmed},
-    values::{AmountMinor, Currency, CustomerId, OrderId, TransactionId},
+    database::storable,
+    events::PaymentConfirmed,
+    handler::Delivery,
+    values::{AmountMinor, Currency, CustomerId, OrderId, TrackingCode, TransactionId},
 };
-use sqlx::PgConnection;
+use sqlx::{PgConnection, PgPool};
+use time::OffsetDateTime;
 use uuid::Uuid;
+
+use crate::carrier::Parcel;
 
 /// A dispatch that some event asks for.
 #[derive(Debug, Clone)]
 pub struct Request<'a> {
     /// Names this request; the row's key if it is the first for its payment.
     pub dispatch_id: Uuid,
-    pub event_id: EventId,
-    pub payment: &'a PaymentConfirmed,
+    /// The event.
+    pub delivery: &'a Delivery<PaymentConfirmed>,
+}
+
+impl<'a> Request<'a> {
+    pub fn payment(&self) -> &'a PaymentConfirmed {
+        &self.delivery.event.data
+    }
 }
 
 /// What is dispatched under a transaction or for an order.
@@ -49,20 +62,27 @@ pub async fn request(
     requests: &[Request<'_>],
 ) -> sqlx::Result<HashSet<Uuid>> {
     let dispatch_ids: Vec<Uuid> = requests.iter().map(|request| request.dispatch_id).collect();
-    let event_ids: Vec<Uuid> = requests.iter().map(|request| request.event_id.get()).collect();
+    let deliveries = || requests.iter().map(|request| request.delivery);
+    let event_ids: Vec<Uuid> = deliveries().map(|delivery| delivery.event.id.get()).collect();
+    let stream_seqs: Vec<i64> =
+        deliveries().map(|delivery| delivery.origin.stream_seq.cast_signed()).collect();
+    let traceparents: Vec<Option<String>> =
+        deliveries().map(|delivery| delivery.traceparent().map(str::to_owned)).collect();
     let text = |of: fn(&PaymentConfirmed) -> &str| -> Vec<String> {
-        requests.iter().map(|request| of(request.payment).to_owned()).collect()
+        requests.iter().map(|request| of(request.payment()).to_owned()).collect()
     };
     let amounts: Vec<i64> =
-        requests.iter().map(|request| request.payment.amount_minor.get()).collect();
+        requests.iter().map(|request| request.payment().amount_minor.get()).collect();
     let inserted = sqlx::query_scalar!(
         r#"insert into dispatches (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
-                                   currency, event_id)
-           select dispatch_id, transaction_id, order_id, customer_id, amount_minor, currency, event_id
-           from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::text[], $7::uuid[])
+                                   currency, event_id, stream_seq, traceparent)
+           select dispatch_id, transaction_id, order_id, customer_id, amount_minor, currency,
+                  event_id, stream_seq, traceparent
+           from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::text[],
+                       $7::uuid[], $8::bigint[], $9::text[])
                 with ordinality
                 as request (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
-                            currency, event_id, place)
+                            currency, event_id, stream_seq, traceparent, place)
            -- in one order everywhere, so that two batches with common payments cannot deadlock
            order by transaction_id, place
            -- either constraint: one per transaction, one per order
@@ -75,6 +95,8 @@ pub async fn request(
         &amounts,
         &text(|payment| payment.currency.as_str()),
         &event_ids,
+        &stream_seqs,
+        &traceparents as &[Option<String>],
     )
     .fetch_all(tx)
     .await?;
@@ -104,4 +126,105 @@ pub async fn existing(
     )
     .fetch_all(tx)
     .await
+}
+
+/// A dispatch in our hands, until the lease runs out.
+#[derive(Debug, Clone)]
+pub struct Taken {
+    pub parcel: Parcel,
+    /// Counts from 1; the fence of every change that follows.
+    pub attempt: i32,
+    /// Where the event that caused it stands in the stream.
+    pub stream_seq: Option<i64>,
+}
+
+/// Takes the dispatch that has been due for the longest, if there is one.
+///
+/// One statement, committed when it returns: the lease outlives it, the row lock does not.
+pub async fn take(pool: &PgPool, lease: Duration) -> sqlx::Result<Option<Taken>> {
+    let row = sqlx::query!(
+        r#"update dispatches
+           set attempts = attempts + 1, due_at = now() + make_interval(secs => $1)
+           -- "=", not "in": the subquery runs once, and locks one row
+           where dispatch_id = (
+               select dispatch_id
+               from dispatches
+               where status = 'requested' and due_at <= now()
+               order by due_at
+               limit 1
+               -- what somebody else is taking is theirs
+               for update skip locked
+           )
+           returning dispatch_id, order_id as "order_id: OrderId",
+                     transaction_id as "transaction_id: TransactionId",
+                     customer_id as "customer_id: CustomerId",
+                     amount_minor as "amount_minor: AmountMinor", currency as "currency: Currency",
+                     traceparent, attempts, stream_seq"#,
+        lease.as_secs_f64(),
+    )
+    .fetch_optional(pool)
+    .await?;
+    Ok(row.map(|row| Taken {
+        parcel: Parcel {
+            dispatch_id: row.dispatch_id,
+            order_id: row.order_id,
+            transaction_id: row.transaction_id,
+            customer_id: row.customer_id,
+            amount_minor: row.amount_minor,
+            currency: row.currency,
+            traceparent: row.traceparent,
+        },
+        attempt: row.attempts,
+        stream_seq: row.stream_seq,
+    }))
+}
+
+/// The carrier has it. Returns when that was, or none if the dispatch is not ours any more.
+pub async fn complete(
+    tx: &mut PgConnection,
+    taken: &Taken,
+    tracking_code: &TrackingCode,
+) -> sqlx::Result<Option<OffsetDateTime>> {
+    let dispatched_at = sqlx::query_scalar!(
+        r#"update dispatches
+           set status = 'dispatched', dispatched_at = now(), tracking_code = $3, last_error = null
+           where dispatch_id = $1 and status = 'requested' and attempts = $2
+           returning dispatched_at as "dispatched_at!""#,
+        taken.parcel.dispatch_id,
+        taken.attempt,
+        tracking_code.as_str(),
+    );
+    dispatched_at.fetch_optional(tx).await
+}
+
+/// The carrier will never take it. False if the dispatch is not ours any more.
+pub async fn fail(tx: &mut PgConnection, taken: &Taken, reason: &str) -> sqlx::Result<bool> {
+    let failed = sqlx::query!(
+        "update dispatches
+         set status = 'failed', last_error = $3
+         where dispatch_id = $1 and status = 'requested' and attempts = $2",
+        taken.parcel.dispatch_id,
+        taken.attempt,
+        storable(reason),
+    );
+    Ok(failed.execute(tx).await?.rows_affected() == 1)
+}
+
+/// To be taken again after `delay`. False if the dispatch is not ours any more.
+pub async fn postpone(
+    pool: &PgPool,
+    taken: &Taken,
+    delay: Duration,
+    error: &str,
+) -> sqlx::Result<bool> {
+    let postponed = sqlx::query!(
+        "update dispatches
+         set due_at = now() + make_interval(secs => $3), last_error = $4
+         where dispatch_id = $1 and status = 'requested' and attempts = $2",
+        taken.parcel.dispatch_id,
+        taken.attempt,
+        delay.as_secs_f64(),
+        storable(error),
+    );
+    Ok(postponed.execute(pool).await?.rows_affected() == 1)
 }

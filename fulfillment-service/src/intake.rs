@@ -6,6 +6,8 @@
 //! set aside for a person, never applied and never dropped. All of it commits together, and the
 //! consumer acks after that.
 
+use std::sync::Arc;
+
 use anyhow::Context as _;
 use shared::{
     database,
@@ -15,6 +17,7 @@ use shared::{
     inbox,
 };
 use sqlx::PgPool;
+use tokio::sync::Notify;
 use tracing::info;
 use uuid::Uuid;
 
@@ -27,6 +30,8 @@ use crate::{
 pub struct Intake {
     /// This service's database.
     pub pool: PgPool,
+    /// Notified after a commit that requested dispatches.
+    pub dispatcher_waker: Arc<Notify>,
 }
 
 impl Handler for Intake {
@@ -41,11 +46,9 @@ impl Handler for Intake {
         let requests: Vec<Option<Request<'_>>> = batch
             .iter()
             .map(|delivery| {
-                fresh.remove(&delivery.event.id).then(|| Request {
-                    dispatch_id: Uuid::now_v7(),
-                    event_id: delivery.event.id,
-                    payment: &delivery.event.data,
-                })
+                fresh
+                    .remove(&delivery.event.id)
+                    .then(|| Request { dispatch_id: Uuid::now_v7(), delivery })
             })
             .collect();
         let new: Vec<Request<'_>> = requests.iter().flatten().cloned().collect();
@@ -54,7 +57,7 @@ impl Handler for Intake {
         let refused: Vec<&PaymentConfirmed> = new
             .iter()
             .filter(|request| !inserted.contains(&request.dispatch_id))
-            .map(|request| request.payment)
+            .map(Request::payment)
             .collect();
         let standing =
             dispatches::existing(&mut tx, &refused).await.context("cannot read dispatches")?;
@@ -64,14 +67,14 @@ impl Handler for Intake {
             verdicts.push(match request {
                 None => Verdict::Duplicate(Duplicate::Event),
                 Some(request) if inserted.contains(&request.dispatch_id) => Verdict::Done,
-                Some(request) if standing.iter().any(|there| there.is_for(request.payment)) => {
+                Some(request) if standing.iter().any(|there| there.is_for(request.payment())) => {
                     Verdict::Duplicate(Duplicate::Transaction)
                 }
                 Some(request) => {
                     // Not applied, so not processed: a replay may apply it one day. Delivered once
                     // more, it is refused and stored once more, and that changes nothing.
-                    inbox::unclaim(&mut tx, CONSUMER, request.event_id).await?;
-                    let conflict = describe(&standing, request.payment);
+                    inbox::unclaim(&mut tx, CONSUMER, delivery.event.id).await?;
+                    let conflict = describe(&standing, request.payment());
                     let reason = Reason::TransactionConflict;
                     Verdict::Reject(
                         dead_letters::store(&mut tx, &delivery.origin, reason, &conflict).await?,
@@ -81,6 +84,9 @@ impl Handler for Intake {
         }
         // Crash point 3a, before commit: nothing happened, everything is delivered again.
         tx.commit().await.context("cannot commit")?;
+        if !inserted.is_empty() {
+            self.dispatcher_waker.notify_one();
+        }
         for (delivery, verdict) in batch.iter().zip(&verdicts) {
             if matches!(verdict, Verdict::Done) {
                 let payment = &delivery.event.data;

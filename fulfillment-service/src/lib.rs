@@ -2,29 +2,45 @@
 //! way: by the payment provider, the relay, the broker, the network, or a crash.
 //!
 //! Follow an event: `shared::consumer` → [`intake`] (the transaction) → `shared::inbox` and
-//! [`dispatches`].
+//! [`dispatches`] → [`dispatcher`] (calls the [`carrier`], then the other transaction) →
+//! `shared::outbox` → `shared::relay`, and back through the consumer to the [`notifier`].
 
+pub mod breaker;
+pub mod call;
+pub mod carrier;
 pub mod config;
+pub mod dispatcher;
 pub mod dispatches;
 pub mod intake;
+pub mod notifier;
 
-use std::process::ExitCode;
+use std::{process::ExitCode, sync::Arc};
 
 use anyhow::Context as _;
 use axum::{Router, extract::State, response::Response, routing::get};
 use shared::{
+    claim::Claims,
     config::Run,
     consumer::Consumer,
     database, http,
     lifecycle::{Health, Lifecycle},
     nats::{self, Nats},
+    relay::Relay,
     setup, telemetry, topology,
 };
 use sqlx::{PgPool, migrate::Migrator};
-use tokio::net::TcpListener;
+use tokio::{net::TcpListener, sync::Notify};
 use tower_http::catch_panic::CatchPanicLayer;
+use tracing::warn;
 
-use crate::{config::Config, intake::Intake};
+use crate::{
+    call::Caller,
+    carrier::{HttpCarrier, SandboxCarrier},
+    config::Config,
+    dispatcher::{Dispatcher, Wakers},
+    intake::Intake,
+    notifier::Notifier,
+};
 
 /// The schema of this service's database.
 pub static MIGRATOR: Migrator = sqlx::migrate!("../migrations/fulfillment");
@@ -48,39 +64,81 @@ pub async fn run(config: Config) -> anyhow::Result<ExitCode> {
 }
 
 async fn serve(config: Config) -> anyhow::Result<ExitCode> {
+    let common = config.common;
     let lifecycle = Lifecycle::new();
     let name = format!("fulfillment-service-{}", *telemetry::INSTANCE);
-    let pool =
-        database::pool(config.common.database_url, config.common.database_max_connections, &name);
-    let nats = nats::connect(&config.common.nats_url, &name).await?;
+    let pool = database::pool(common.database_url, common.database_max_connections, &name);
+    let nats = nats::connect(&common.nats_url, &name).await?;
     let listener = TcpListener::bind(config.http_addr)
         .await
         .with_context(|| format!("cannot listen on {}; check HTTP_ADDR", config.http_addr))?;
 
-    let consumer = Consumer {
+    let healths = Healths::default();
+    let relay = Relay::new(
+        pool.clone(),
+        nats.clone(),
+        topology::FULFILLMENT,
+        common.relay_batch as usize,
+        common.relay_poll_interval,
+        healths.relay.clone(),
+    );
+    let dispatcher_waker: Arc<Notify> = Arc::default();
+    let wakers = Wakers { own: Arc::clone(&dispatcher_waker), relay: relay.waker() };
+    let intake = Consumer {
         pool: pool.clone(),
         nats: nats.clone(),
         stream: topology::ORDERS,
         durable: CONSUMER,
-        batch: config.consumer_batch as usize,
-        max_deliveries: config.consumer_max_deliveries.into(),
-        handler: Intake { pool: pool.clone() },
-        health: Health::default(),
+        batch: common.consumer_batch as usize,
+        max_deliveries: common.consumer_max_deliveries.into(),
+        handler: Intake { pool: pool.clone(), dispatcher_waker },
+        health: healths.consumer.clone(),
     };
+    let notifications = Consumer {
+        pool: pool.clone(),
+        nats: nats.clone(),
+        stream: topology::FULFILLMENT,
+        durable: notifier::CONSUMER,
+        batch: notifier::BATCH,
+        max_deliveries: common.consumer_max_deliveries.into(),
+        handler: Notifier {
+            claims: Claims::new(nats.clone(), topology::NOTICES),
+            receiver: config.notify_url.map(Caller::new).transpose()?,
+            pool: pool.clone(),
+        },
+        health: healths.notifications.clone(),
+    };
+    lifecycle.worker("the consumer", intake.run(lifecycle.stop()));
+    // The one place that knows which carrier there is.
+    let (dispatcher, poll) = ("the dispatcher", common.relay_poll_interval);
+    let health = healths.dispatcher.clone();
+    match config.carrier_url {
+        Some(url) => {
+            let carrier = HttpCarrier::new(url)?;
+            let work = Dispatcher::new(pool.clone(), carrier, wakers, poll, health);
+            lifecycle.worker(dispatcher, work.run(lifecycle.stop()));
+        }
+        None => {
+            warn!("CARRIER_URL is not set: parcels go to a sandbox, and nowhere else");
+            let work = Dispatcher::new(pool.clone(), SandboxCarrier, wakers, poll, health);
+            lifecycle.worker(dispatcher, work.run(lifecycle.stop()));
+        }
+    }
+    lifecycle.worker("the relay", relay.run(lifecycle.stop()));
+    lifecycle.worker("the notifications", notifications.run(lifecycle.stop()));
     let app = router(App {
         pool: pool.clone(),
         nats: nats.clone(),
-        consumer_health: consumer.health.clone(),
+        healths,
         lifecycle: lifecycle.clone(),
     });
-    lifecycle.worker("the consumer", consumer.run(lifecycle.stop()));
     lifecycle.worker("HTTP", http::serve(listener, app, lifecycle.clone()));
 
     let close = async {
         nats.close().await;
         pool.close().await;
     };
-    Ok(lifecycle.run(config.common.shutdown_grace, close).await)
+    Ok(lifecycle.run(common.shutdown_grace, close).await)
 }
 
 /// What the probes ask.
@@ -88,8 +146,17 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
 struct App {
     pool: PgPool,
     nats: Nats,
-    consumer_health: Health,
+    healths: Healths,
     lifecycle: Lifecycle,
+}
+
+/// How the workers are.
+#[derive(Clone, Default)]
+struct Healths {
+    consumer: Health,
+    dispatcher: Health,
+    relay: Health,
+    notifications: Health,
 }
 
 fn router(app: App) -> Router {
@@ -100,14 +167,27 @@ fn router(app: App) -> Router {
         .with_state(app)
 }
 
-/// Ready: what this service needs to dispatch.
+/// Ready: what this service needs to dispatch, as far as it is ours. A carrier that is away is not:
+/// payments are taken in all the same, and their dispatches wait.
 async fn readyz(State(app): State<App>) -> Response {
     let lifecycle = app.lifecycle.clone();
     let checks = lifecycle.detached(async move {
+        // First: whoever reads "nats: ok" can take the other checks at their word.
+        let nats = app.nats.check();
+        let (database, stream, bucket) = tokio::join!(
+            http::in_time(database::check(&app.pool, &MIGRATOR)),
+            http::in_time(topology::check_stream(&app.nats, topology::FULFILLMENT)),
+            http::in_time(topology::check_bucket(&app.nats))
+        );
         [
-            ("database", http::in_time(database::check(&app.pool, &MIGRATOR)).await),
-            ("nats", app.nats.check()),
-            ("consumer", app.consumer_health.check()),
+            ("database", database),
+            ("nats", nats),
+            ("stream", stream),
+            ("bucket", bucket),
+            ("consumer", app.healths.consumer.check()),
+            ("dispatcher", app.healths.dispatcher.check()),
+            ("relay", app.healths.relay.check()),
+            ("notifications", app.healths.notifications.check()),
         ]
     });
     http::ready(checks.await)

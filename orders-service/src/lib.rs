@@ -2,19 +2,21 @@
 //! written in the same transaction. The relay that publishes it runs in this process.
 //!
 //! Follow a payment: [`http`] → [`payments`] (the transaction) → `shared::outbox` →
-//! `shared::relay`.
+//! `shared::relay`; and what comes back: `shared::consumer` → [`projection`].
 
 pub mod config;
 pub mod error;
 pub mod http;
 pub mod orders;
 pub mod payments;
+pub mod projection;
 
 use std::process::ExitCode;
 
 use anyhow::Context as _;
 use shared::{
     config::Run,
+    consumer::Consumer,
     database, http as shared_http,
     lifecycle::{Health, Lifecycle},
     nats,
@@ -24,7 +26,7 @@ use shared::{
 use sqlx::migrate::Migrator;
 use tokio::net::TcpListener;
 
-use crate::config::Config;
+use crate::{config::Config, projection::Projection};
 
 /// The schema of this service's database.
 pub static MIGRATOR: Migrator = sqlx::migrate!("../migrations/orders");
@@ -45,11 +47,11 @@ pub async fn run(config: Config) -> anyhow::Result<ExitCode> {
 }
 
 async fn serve(config: Config) -> anyhow::Result<ExitCode> {
+    let common = config.common;
     let lifecycle = Lifecycle::new();
     let name = format!("orders-service-{}", *telemetry::INSTANCE);
-    let pool =
-        database::pool(config.common.database_url, config.common.database_max_connections, &name);
-    let nats = nats::connect(&config.common.nats_url, &name).await?;
+    let pool = database::pool(common.database_url, common.database_max_connections, &name);
+    let nats = nats::connect(&common.nats_url, &name).await?;
     let listener = TcpListener::bind(config.http_addr)
         .await
         .with_context(|| format!("cannot listen on {}; check HTTP_ADDR", config.http_addr))?;
@@ -59,23 +61,35 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
         pool.clone(),
         nats.clone(),
         topology::ORDERS,
-        config.relay_batch as usize,
-        config.relay_poll_interval,
+        common.relay_batch as usize,
+        common.relay_poll_interval,
         relay_health.clone(),
     );
+    let consumer = Consumer {
+        pool: pool.clone(),
+        nats: nats.clone(),
+        stream: topology::FULFILLMENT,
+        durable: projection::CONSUMER,
+        batch: common.consumer_batch as usize,
+        max_deliveries: common.consumer_max_deliveries.into(),
+        handler: Projection { pool: pool.clone() },
+        health: Health::default(),
+    };
     let app = http::router(http::App {
         pool: pool.clone(),
         nats: nats.clone(),
         relay_waker: relay.waker(),
         relay_health,
+        consumer_health: consumer.health.clone(),
         lifecycle: lifecycle.clone(),
     });
     lifecycle.worker("the relay", relay.run(lifecycle.stop()));
+    lifecycle.worker("the consumer", consumer.run(lifecycle.stop()));
     lifecycle.worker("HTTP", shared_http::serve(listener, app, lifecycle.clone()));
 
     let close = async {
         nats.close().await;
         pool.close().await;
     };
-    Ok(lifecycle.run(config.common.shutdown_grace, close).await)
+    Ok(lifecycle.run(common.shutdown_grace, close).await)
 }

@@ -1,7 +1,12 @@
 //! The table `orders`, and the one way an order is placed.
 
+use std::collections::HashSet;
+
 use serde::Serialize;
-use shared::values::{AmountMinor, Currency, CustomerId, OrderId, TransactionId};
+use shared::{
+    events::OrderDispatched,
+    values::{AmountMinor, Currency, CustomerId, OrderId, TrackingCode, TransactionId},
+};
 use sqlx::{PgConnection, PgPool};
 use time::{OffsetDateTime, serde::rfc3339};
 
@@ -34,7 +39,7 @@ pub struct Order {
     #[serde(with = "rfc3339::option", skip_serializing_if = "Option::is_none")]
     pub dispatched_at: Option<OffsetDateTime>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub tracking_code: Option<String>,
+    pub tracking_code: Option<TrackingCode>,
 }
 
 impl Order {
@@ -84,7 +89,7 @@ pub async fn find(pool: &PgPool, order_id: &str) -> sqlx::Result<Option<Order>> 
         r#"select order_id as "order_id: OrderId", customer_id as "customer_id: CustomerId",
                   orders.amount_minor as "amount_minor: AmountMinor", orders.currency as "currency: Currency",
                   status, transaction_id as "transaction_id?: TransactionId",
-                  created_at, paid_at, dispatched_at, tracking_code
+                  created_at, paid_at, dispatched_at, tracking_code as "tracking_code: TrackingCode"
            from orders
            left join payments using (order_id)
            where order_id = $1"#,
@@ -126,4 +131,78 @@ pub async fn mark_paid(
     .execute(tx)
     .await?;
     Ok(paid.rows_affected() == 1)
+}
+
+/// Marks paid orders as dispatched. Returns the places in `reports`, from 0, of those that did it: of
+/// several about one order, the first that names its payment.
+pub async fn mark_dispatched(
+    tx: &mut PgConnection,
+    reports: &[&OrderDispatched],
+) -> sqlx::Result<HashSet<usize>> {
+    let text = |of: fn(&OrderDispatched) -> &str| -> Vec<String> {
+        reports.iter().map(|report| of(report).to_owned()).collect()
+    };
+    let times: Vec<OffsetDateTime> = reports.iter().map(|report| report.dispatched_at).collect();
+    let places = sqlx::query_scalar!(
+        r#"with report as (
+               -- those that name the payment first, so that a wrong one does not hide a right one
+               select distinct on (order_id) given.*
+               from unnest($1::text[], $2::text[], $3::text[], $4::timestamptz[]) with ordinality
+                    as given (order_id, transaction_id, tracking_code, dispatched_at, place)
+               join payments using (order_id, transaction_id)
+               order by order_id, place
+           ), due as (
+               select report.*
+               from report
+               join orders using (order_id)
+               where status = 'paid'
+               -- in one order everywhere, so that two batches with common orders cannot deadlock
+               order by order_id
+               for no key update of orders
+           )
+           update orders
+           set status = 'dispatched', dispatched_at = due.dispatched_at, tracking_code = due.tracking_code
+           from due
+           where orders.order_id = due.order_id
+           returning place as "place!""#,
+        &text(|report| report.order_id.as_str()),
+        &text(|report| report.transaction_id.as_str()),
+        &text(|report| report.tracking_code.as_str()),
+        &times,
+    )
+    .fetch_all(tx)
+    .await?;
+    // SQL counts from 1.
+    Ok(places.into_iter().filter_map(|place| usize::try_from(place - 1).ok()).collect())
+}
+
+/// How an order stands that a report did not change.
+#[derive(Debug)]
+pub struct Standing {
+    pub order_id: OrderId,
+    /// The payment it was paid with.
+    pub transaction_id: Option<TransactionId>,
+    pub tracking_code: Option<TrackingCode>,
+}
+
+/// How the orders of these reports stand.
+pub async fn standing(
+    tx: &mut PgConnection,
+    reports: &[&OrderDispatched],
+) -> sqlx::Result<Vec<Standing>> {
+    if reports.is_empty() {
+        return Ok(Vec::new());
+    }
+    let order_ids: Vec<String> = reports.iter().map(|report| report.order_id.to_string()).collect();
+    sqlx::query_as!(
+        Standing,
+        r#"select order_id as "order_id!: OrderId", transaction_id as "transaction_id?: TransactionId",
+                  tracking_code as "tracking_code: TrackingCode"
+           from orders
+           left join payments using (order_id)
+           where order_id = any($1)"#,
+        &order_ids,
+    )
+    .fetch_all(tx)
+    .await
 }

@@ -33,6 +33,22 @@ pub struct Common {
     #[arg(long, env, default_value = "16", value_parser = clap::value_parser!(u32).range(2..))]
     pub database_max_connections: u32,
 
+    /// The most rows of one unit of the relay's work, for example 500
+    #[arg(long, env, default_value = "500", value_parser = clap::value_parser!(u32).range(1..=5000))]
+    pub relay_batch: u32,
+
+    /// How often relay and dispatcher look without being woken, for example 500ms
+    #[arg(long, env, default_value = "500ms", value_parser = duration)]
+    pub relay_poll_interval: Duration,
+
+    /// The most messages of one transaction, for example 200
+    #[arg(long, env, default_value = "200", value_parser = clap::value_parser!(u32).range(1..=5000))]
+    pub consumer_batch: u32,
+
+    /// Deliveries before a message goes to the dead letters, for example 10
+    #[arg(long, env, default_value = "10", value_parser = clap::value_parser!(u32).range(1..))]
+    pub consumer_max_deliveries: u32,
+
     /// How long the drain after a signal may take, for example 20s
     #[arg(long, env, default_value = "20s", value_parser = duration)]
     pub shutdown_grace: Duration,

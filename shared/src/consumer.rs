@@ -51,7 +51,7 @@ pub struct Consumer<H> {
     pub max_deliveries: i64,
     /// The business step.
     pub handler: H,
-    /// How readiness learns that messages are being consumed.
+    /// How readiness learns that the consumer works.
     pub health: Health,
 }
 
@@ -243,8 +243,8 @@ impl<H: Handler> Consumer<H> {
         Some(stored.map_or_else(Verdict::Retry, Verdict::Reject))
     }
 
-    /// Does `work`, as often as it takes to find the database in place. An error is the work's own.
-    /// None: told to stop before that.
+    /// Does `work`, as often as it takes to find the database, and whatever else the handler needs,
+    /// in place. An error is the work's own. None: told to stop before that.
     async fn through_outages<T, F: Future<Output = anyhow::Result<T>>>(
         &self,
         work: impl Fn() -> F,
@@ -253,7 +253,7 @@ impl<H: Handler> Consumer<H> {
         for attempt in 1.. {
             match work().await {
                 Err(error) if self.is_outage(&error).await => {
-                    self.wait_for_database(attempt, &error, stop).await?;
+                    self.wait(attempt, &error, stop).await?;
                 }
                 done => return Some(done),
             }
@@ -261,22 +261,30 @@ impl<H: Handler> Consumer<H> {
         None
     }
 
-    /// Whether the database is to blame rather than the message.
+    /// Whether something else than the message is to blame.
     async fn is_outage(&self, error: &anyhow::Error) -> bool {
-        database::is_outage(error) || !database::answers(&self.pool).await
+        database::is_outage(error)
+            || self.handler.is_outage(error)
+            || !database::answers(&self.pool).await
     }
 
-    /// Holds what is in hand, and pulls nothing, until the database answers. A nak here would burn a
-    /// delivery every few seconds, and the outage would end in the dead letters. None: told to stop.
-    async fn wait_for_database(
+    /// Holds what is in hand, and pulls nothing, for a while, and until the database answers. A nak
+    /// here would burn a delivery every few seconds, and the outage would end in the dead letters.
+    /// None: told to stop.
+    async fn wait(
         &self,
         attempt: u32,
         error: &anyhow::Error,
         stop: &CancellationToken,
     ) -> Option<()> {
-        warn!(attempt, "consumer {}: waiting for the database: {}", self.durable, Causes(error));
+        warn!(attempt, "consumer {}: waiting, {}", self.durable, Causes(error));
         for look in attempt.. {
-            self.health.failing(format!("waiting for the database: {}", Causes(error)));
+            if self.handler.is_outage(error) {
+                // Somebody else's outage. Readiness is about what is ours, and has checks for that.
+                self.health.ok();
+            } else {
+                self.health.failing(format!("waiting for the database: {}", Causes(error)));
+            }
             tokio::select! {
                 () = stop.cancelled() => return None,
                 () = sleep(backoff::delay(look, REBIND_BASE, REBIND_CAP)) => {}

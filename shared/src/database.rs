@@ -110,6 +110,12 @@ pub async fn answers(pool: &PgPool) -> bool {
     matches!(timeout(ACQUIRE_TIMEOUT, ping).await, Ok(Ok(_)))
 }
 
+/// PostgreSQL's `text` and `jsonb` hold every character but NUL, and what others send may carry one
+/// anywhere.
+pub fn storable(text: &str) -> String {
+    text.replace('\0', "\u{fffd}")
+}
+
 /// Applies the migrations that are missing. Safe when several run at once: sqlx holds an advisory
 /// lock.
 ///

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use sqlx::PgConnection;
 use uuid::Uuid;
 
-use crate::events::DecodeError;
+use crate::{database::storable, events::DecodeError};
 
 /// Why a message was given up. The names are those of the column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,6 +22,9 @@ pub enum Reason {
     TransactionConflict,
     /// Handling failed too often.
     DeliveryLimit,
+    /// Understood, and refused for good: by the carrier, by the receiver of notices, or because it
+    /// is about an order that does not exist.
+    Rejected,
 }
 
 impl Reason {
@@ -32,6 +35,7 @@ impl Reason {
             Self::UnknownType => "unknown_type",
             Self::TransactionConflict => "transaction_conflict",
             Self::DeliveryLimit => "delivery_limit",
+            Self::Rejected => "rejected",
         }
     }
 }
@@ -94,7 +98,40 @@ impl Origin {
     }
 }
 
-/// Stores the message in the caller's transaction. Storing it again changes nothing.
+/// What is kept.
+#[derive(Debug)]
+pub struct Letter<'a> {
+    /// Who gives up: a durable, or a worker that acts on an event later.
+    pub consumer: &'a str,
+    /// The stream of the event.
+    pub stream: &'a str,
+    /// The event's place there.
+    pub stream_seq: u64,
+    /// The event's subject.
+    pub subject: &'a str,
+    /// Names to lists of values.
+    pub headers: Value,
+    /// What could not be handled, as it was.
+    pub body: &'a [u8],
+    /// How often it was tried.
+    pub deliveries: i64,
+}
+
+impl<'a> From<&'a Origin> for Letter<'a> {
+    fn from(origin: &'a Origin) -> Self {
+        Self {
+            consumer: &origin.consumer,
+            stream: &origin.stream,
+            stream_seq: origin.stream_seq,
+            subject: &origin.message.subject,
+            headers: headers(origin.message.headers.as_ref()),
+            body: &origin.message.payload,
+            deliveries: origin.deliveries,
+        }
+    }
+}
+
+/// Stores a message in the caller's transaction. Storing it again changes nothing.
 ///
 /// # Errors
 /// When the database refuses; then the message must not be terminated.
@@ -104,31 +141,39 @@ pub async fn store(
     reason: Reason,
     error: &str,
 ) -> sqlx::Result<Stored> {
+    keep(tx, &origin.into(), reason, error).await?;
+    Ok(Stored(reason))
+}
+
+/// The same, for something that is not in the hands of a consumer any more.
+///
+/// # Errors
+/// When the database refuses.
+pub async fn keep(
+    tx: &mut PgConnection,
+    letter: &Letter<'_>,
+    reason: Reason,
+    error: &str,
+) -> sqlx::Result<()> {
     sqlx::query!(
         "insert into dead_letters (dead_letter_id, consumer, stream, stream_seq, subject, reason, error,
                                    headers, body, deliveries)
          values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
          on conflict on constraint one_dead_letter_per_message do nothing",
         Uuid::now_v7(),
-        origin.consumer,
-        origin.stream,
-        origin.stream_seq.cast_signed(),
-        storable(&origin.message.subject),
+        letter.consumer,
+        letter.stream,
+        letter.stream_seq.cast_signed(),
+        storable(letter.subject),
         reason.as_str(),
         storable(error),
-        headers(origin.message.headers.as_ref()),
-        &origin.message.payload[..],
-        origin.deliveries,
+        letter.headers,
+        letter.body,
+        letter.deliveries,
     )
     .execute(tx)
-    .await?;
-    Ok(Stored(reason))
-}
-
-/// PostgreSQL's `text` and `jsonb` hold every character but NUL, and a message nobody can parse may
-/// carry one anywhere. The bytes of the body are kept as they are.
-fn storable(text: &str) -> String {
-    text.replace('\0', "\u{fffd}")
+    .await
+    .map(|_| ())
 }
 
 fn headers(headers: Option<&HeaderMap>) -> Value {

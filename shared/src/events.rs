@@ -9,7 +9,7 @@ use serde_json::value::RawValue;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use crate::values::{AmountMinor, Currency, CustomerId, OrderId, TransactionId};
+use crate::values::{AmountMinor, Currency, CustomerId, OrderId, TrackingCode, TransactionId};
 
 /// The content type of a structured-mode CloudEvent.
 pub const CONTENT_TYPE: &str = "application/cloudevents+json";
@@ -19,6 +19,12 @@ pub const PAYMENT_CONFIRMED_SUBJECT: &str = "orders.payment.confirmed";
 
 /// Type of [`PaymentConfirmed`].
 pub const PAYMENT_CONFIRMED: &str = "payment.confirmed.v1";
+
+/// Subject on which fulfillment-service announces what the carrier has taken.
+pub const ORDER_DISPATCHED_SUBJECT: &str = "fulfillment.order.dispatched";
+
+/// Type of [`OrderDispatched`].
+pub const ORDER_DISPATCHED: &str = "order.dispatched.v1";
 
 /// The CloudEvents `id`: made when the outbox row is written, the same in every repetition.
 ///
@@ -116,6 +122,41 @@ impl Event<PaymentConfirmed> {
     }
 }
 
+/// Data of `order.dispatched.v1`: the carrier has the parcel.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct OrderDispatched {
+    /// Names the dispatch; also the idempotency key under which the carrier was asked.
+    pub dispatch_id: Uuid,
+    /// What is on its way.
+    pub order_id: OrderId,
+    /// The payment that caused it.
+    pub transaction_id: TransactionId,
+    /// The carrier's.
+    pub tracking_code: TrackingCode,
+    /// When fulfillment-service committed it (database clock).
+    #[serde(with = "time::serde::rfc3339")]
+    pub dispatched_at: OffsetDateTime,
+}
+
+impl Event<OrderDispatched> {
+    /// A new event. Its transaction changes the dispatch from `requested` to `dispatched`, which
+    /// happens once; so there is one per dispatch, and no row needs to remember its id.
+    pub fn order_dispatched(data: OrderDispatched) -> Self {
+        Self {
+            specversion: "1.0",
+            id: EventId::new(),
+            source: "/fulfillment-service",
+            event_type: ORDER_DISPATCHED,
+            subject: data.order_id.clone(),
+            time: data.dispatched_at,
+            datacontenttype: "application/json",
+            nats_subject: ORDER_DISPATCHED_SUBJECT,
+            data,
+        }
+    }
+}
+
 /// An event as a consumer got it, its data understood.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Received<D> {
@@ -187,6 +228,34 @@ mod tests {
         }
     }"#;
 
+    const GOLDEN_DISPATCHED: &str = r#"{
+        "specversion": "1.0",
+        "id": "01939c4e-0000-7000-8000-000000000001",
+        "source": "/fulfillment-service",
+        "type": "order.dispatched.v1",
+        "subject": "A-1",
+        "time": "2026-11-30T12:00:00.123456Z",
+        "datacontenttype": "application/json",
+        "data": {
+            "dispatchId": "01939c4e-0000-7000-8000-000000000002",
+            "orderId": "A-1",
+            "transactionId": "tx-1",
+            "trackingCode": "PARCEL-1",
+            "dispatchedAt": "2026-11-30T12:00:00.123456Z"
+        }
+    }"#;
+
+    fn dispatched() -> OrderDispatched {
+        let text = |s: &str| s.to_owned();
+        OrderDispatched {
+            dispatch_id: Uuid::from_u128(0x01939c4e_0000_7000_8000_000000000002),
+            order_id: text("A-1").try_into().unwrap(),
+            transaction_id: text("tx-1").try_into().unwrap(),
+            tracking_code: text("PARCEL-1").try_into().unwrap(),
+            dispatched_at: time::macros::datetime!(2026-11-30 12:00:00.123456 UTC),
+        }
+    }
+
     fn payment() -> PaymentConfirmed {
         let text = |s: &str| s.to_owned();
         PaymentConfirmed {
@@ -208,6 +277,16 @@ mod tests {
         let written = serde_json::to_value(Event::payment_confirmed(id(), payment())).unwrap();
         let golden: serde_json::Value = serde_json::from_str(GOLDEN).unwrap();
         assert_eq!(written, golden);
+    }
+
+    #[test]
+    fn order_dispatched_is_written_and_read_as_the_contract_says() {
+        let event = Event { id: id(), ..Event::order_dispatched(dispatched()) };
+        let golden: serde_json::Value = serde_json::from_str(GOLDEN_DISPATCHED).unwrap();
+        assert_eq!(serde_json::to_value(event).unwrap(), golden);
+        let read: Received<OrderDispatched> =
+            decode(GOLDEN_DISPATCHED.as_bytes(), ORDER_DISPATCHED).unwrap();
+        assert_eq!(read, Received { id: id(), data: dispatched() });
     }
 
     #[test]

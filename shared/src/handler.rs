@@ -8,10 +8,11 @@ use serde::de::DeserializeOwned;
 use crate::{
     dead_letters::{Origin, Stored},
     events::Received,
-    telemetry::TRACEPARENT,
+    telemetry::{TRACEPARENT, TraceParent},
 };
 
-/// A business step. It owns its transaction: returning means committed, or nothing done.
+/// A business step. It owns its transaction: returning verdicts means that what they say is
+/// committed.
 pub trait Handler: Send + Sync + 'static {
     /// The one event type it understands.
     const EVENT_TYPE: &'static str;
@@ -19,15 +20,22 @@ pub trait Handler: Send + Sync + 'static {
     /// The data of that type.
     type Data: DeserializeOwned + Send + Sync;
 
-    /// Applies a batch, all or nothing, and returns a verdict for each delivery, in order.
+    /// Applies a batch and returns a verdict for each delivery, in order.
     ///
     /// # Errors
-    /// Nothing was applied. The consumer finds out whether the database is away (and waits), or
-    /// one delivery is at fault (and asks again for each alone).
+    /// Nothing was applied, or what was is recognised when it is asked again. The consumer finds
+    /// out whether something it needs is away (and waits), or one delivery is at fault (and asks
+    /// again for each alone).
     fn handle(
         &self,
         batch: &[Delivery<Self::Data>],
     ) -> impl Future<Output = anyhow::Result<Vec<Verdict>>> + Send;
+
+    /// Whether an error says that something besides the database is away, whatever it is asked.
+    /// Then the consumer waits with what it has in hand, as it does for the database.
+    fn is_outage(&self, _error: &anyhow::Error) -> bool {
+        false
+    }
 }
 
 /// An event, and the message it came in.
@@ -40,14 +48,10 @@ pub struct Delivery<D> {
 }
 
 impl<D> Delivery<D> {
-    /// The trace of the request that caused the event.
-    pub fn traceparent(&self) -> &str {
-        self.origin
-            .message
-            .headers
-            .as_ref()
-            .and_then(|h| h.get(TRACEPARENT))
-            .map_or("", |v| v.as_str())
+    /// The trace of the request that caused the event. None when there is none that can be read.
+    pub fn traceparent(&self) -> Option<&str> {
+        let text = self.origin.message.headers.as_ref()?.get(TRACEPARENT)?.as_str();
+        TraceParent::is_valid(text).then_some(text)
     }
 }
 
@@ -71,4 +75,8 @@ pub enum Duplicate {
     Event,
     /// The business key: this payment was applied, under another event id.
     Transaction,
+    /// The state itself: it says already what the event would make of it.
+    State,
+    /// A claim: the effect was marked as done.
+    Claim,
 }

@@ -6,8 +6,9 @@
 //!
 //! Read in the order an event travels: [`outbox`] (written in the business transaction) →
 //! [`relay`] (publishes, marks) → [`consumer`] (pulls, settles) → [`inbox`] (what is new) →
-//! [`dead_letters`] (what cannot be applied). [`values`] and [`events`] are the vocabulary,
-//! [`topology`] the streams and consumers, the rest is what any service needs.
+//! [`dead_letters`] (what cannot be applied). [`claim`] is for effects that no database holds.
+//! [`values`] and [`events`] are the vocabulary, [`topology`] the streams and consumers, the rest is
+//! what any service needs.
 #![warn(missing_docs)]
 
 pub mod backoff;

@@ -14,7 +14,10 @@ use async_nats::jetstream::{
     stream::{self, DiscardPolicy, RetentionPolicy, StorageType},
 };
 
-use crate::events::PAYMENT_CONFIRMED_SUBJECT;
+use crate::{
+    events::{ORDER_DISPATCHED_SUBJECT, PAYMENT_CONFIRMED_SUBJECT},
+    nats::Nats,
+};
 
 /// The stream of orders-service.
 pub const ORDERS: &str = "ORDERS";
@@ -55,7 +58,7 @@ pub fn wanted(replicas: usize) -> [Wanted; 2] {
         Wanted {
             stream: stream_config(FULFILLMENT, "fulfillment.>", replicas),
             consumers: ["orders", "notifications"]
-                .map(|name| consumer_config(name, "fulfillment.order.dispatched"))
+                .map(|name| consumer_config(name, ORDER_DISPATCHED_SUBJECT))
                 .into(),
         },
     ]
@@ -106,6 +109,17 @@ fn consumer_config(name: &str, filter: &str) -> pull::Config {
     }
 }
 
+fn bucket_config(replicas: usize) -> kv::Config {
+    kv::Config {
+        bucket: NOTICES.to_owned(),
+        history: 1,
+        // Allows a time to live per key; the marker of an expired one is kept as long as this.
+        limit_markers: Some(Duration::from_secs(60)),
+        num_replicas: replicas,
+        ..Default::default()
+    }
+}
+
 /// Creates what is missing and changes what differs. Idempotent, and safe when several run at once.
 ///
 /// # Errors
@@ -124,16 +138,9 @@ pub async fn upsert(js: &jetstream::Context, replicas: usize) -> anyhow::Result<
                 .with_context(|| format!("cannot create or update consumer {name}/{durable}"))?;
         }
     }
-    js.create_or_update_key_value(kv::Config {
-        bucket: NOTICES.to_owned(),
-        history: 1,
-        // Allows a time to live per key; the marker of an expired one is kept as long as this.
-        limit_markers: Some(Duration::from_secs(60)),
-        num_replicas: replicas,
-        ..Default::default()
-    })
-    .await
-    .with_context(|| format!("cannot create or update bucket {NOTICES}"))?;
+    js.create_or_update_key_value(bucket_config(replicas))
+        .await
+        .with_context(|| format!("cannot create or update bucket {NOTICES}"))?;
     Ok(())
 }
 
@@ -193,6 +200,35 @@ pub fn compare_stream(name: &str, found: &stream::Config) -> Result<(), Drift> {
     differ(&asset, "duplicate_window", &wanted.duplicate_window, &found.duplicate_window)?;
     differ(&asset, "no_ack", &wanted.no_ack, &found.no_ack)?;
     differ(&asset, "sealed", &wanted.sealed, &found.sealed)
+}
+
+/// Readiness: the stream `name` is there, and as wanted.
+///
+/// # Errors
+/// When it is not, or cannot be asked for.
+pub async fn check_stream(nats: &Nats, name: &str) -> anyhow::Result<()> {
+    nats.check()?;
+    let stream = nats.jetstream().get_stream(name).await;
+    let stream =
+        stream.with_context(|| format!("stream {name} cannot be asked for; run `setup`"))?;
+    Ok(compare_stream(name, &stream.cached_info().config)?)
+}
+
+/// Readiness: the bucket [`NOTICES`] is there, and its keys may have a time to live.
+///
+/// # Errors
+/// When it is not, or cannot be asked for.
+pub async fn check_bucket(nats: &Nats) -> anyhow::Result<()> {
+    nats.check()?;
+    let stream = nats.jetstream().get_stream(format!("KV_{NOTICES}")).await;
+    let stream =
+        stream.with_context(|| format!("bucket {NOTICES} cannot be asked for; run `setup`"))?;
+    let found = &stream.cached_info().config;
+    let asset = format!("bucket {NOTICES}");
+    let wanted = bucket_config(1);
+    differ(&asset, "allow_message_ttl", &true, &found.allow_message_ttl)?;
+    differ(&asset, "limit_markers", &wanted.limit_markers, &found.subject_delete_marker_ttl)?;
+    Ok(differ(&asset, "history", &wanted.history, &found.max_messages_per_subject)?)
 }
 
 /// Compares what the guarantees of a consumer rest on.

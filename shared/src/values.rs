@@ -90,6 +90,10 @@ id! {
     /// whoever repeats it and under whatever event id.
     TransactionId
 }
+id! {
+    /// The carrier's name for a parcel, by which a customer follows it.
+    TrackingCode
+}
 
 /// An amount in minor units (cents of EUR, whole JPY), from 1 to [`MAX_AMOUNT_MINOR`].
 #[derive(

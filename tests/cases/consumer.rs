@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use async_nats::jetstream::{AckKind, consumer::PullConsumer};
 use e2e::{services::Kind, wait::eventually, world::World};
-use fulfillment_service::{CONSUMER, intake::Intake};
+use fulfillment_service::CONSUMER;
 use futures_util::StreamExt as _;
 use serde_json::Value;
 use shared::{
@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::support::{
     AMOUNT, DEAD_LETTERS, DISPATCHES, LIMIT, announce, bytes, connected, consumed, consumer,
-    deliveries, dispatched, event, number, ready,
+    deliveries, dispatched, event, intake, number, ready,
 };
 
 #[tokio::test]
@@ -234,7 +234,7 @@ async fn a_message_that_kills_its_process_takes_no_other_with_it() {
     while world.broker.consumer_backlog().await.unwrap() != (0, 0) {
         // A pool of its own, as a process has: it goes with the consumer.
         let pool = PgPool::connect(&world.database_url(Kind::Fulfillment)).await.unwrap();
-        let mut consumer = consumer(&world, Intake { pool: pool.clone() }, 3).await;
+        let mut consumer = consumer(&world, intake(&pool), 3).await;
         consumer.pool = pool;
         let death = eventually("the poison is reached", LIMIT, async || {
             let waiting = number(&world.fulfillment, WAITING).await;

@@ -1,14 +1,13 @@
 //! One dispatch per payment, whatever is repeated or contradicted.
 
 use e2e::{services::Kind, world::World};
-use fulfillment_service::intake::Intake;
 use shared::{database, inbox, values::TransactionId};
 use sqlx::{AssertSqlSafe, Row as _};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{
     AMOUNT, DEAD_LETTERS, DISPATCHES, PROCESSED, bytes, consumed, consumer, deliveries, event,
-    number,
+    intake, number,
 };
 
 /// Takes one guard away, so that a test shows what the others do alone.
@@ -119,7 +118,7 @@ async fn duplicates_within_one_batch_are_one_dispatch() {
     for each in [&one, &one, &same_payment, &conflict, &one] {
         world.broker.publish(&bytes(each), None).await.unwrap();
     }
-    let consumer = consumer(&world, Intake { pool: world.fulfillment.clone() }, 10).await;
+    let consumer = consumer(&world, intake(&world.fulfillment), 10).await;
     let batch = deliveries(&world, 5).await;
     assert_eq!(batch.len(), 5);
     consumer.process(batch, &CancellationToken::new()).await;

@@ -22,7 +22,7 @@ use crate::support::{
 
 async fn enqueue(pool: &PgPool, event: &Event<PaymentConfirmed>) -> String {
     let mut tx = database::begin(pool).await.unwrap();
-    outbox::enqueue(&mut tx, event, &TraceParent::from_request(None)).await.unwrap();
+    outbox::enqueue(&mut tx, event, &TraceParent::from_header(None)).await.unwrap();
     tx.commit().await.unwrap();
     event.id.to_string()
 }
@@ -56,7 +56,7 @@ async fn an_event_carries_its_id_its_type_and_its_trace() {
 async fn a_transaction_that_commits_late_is_not_skipped() {
     let world = World::new().await.unwrap();
     let relay = relay(&world.orders, &world.nats.url(), 500).await;
-    let trace = TraceParent::from_request(None);
+    let trace = TraceParent::from_header(None);
 
     let (early, late) = (event("tx-1", "A-1", AMOUNT), event("tx-2", "A-2", AMOUNT));
     let mut open = database::begin(&world.orders).await.unwrap();
@@ -194,7 +194,7 @@ async fn an_event_too_large_to_publish_is_refused_where_it_is_written() {
         nats_subject: small.nats_subject,
         data: "x".repeat(outbox::MAX_PAYLOAD),
     };
-    let refused = outbox::enqueue(&mut tx, &large, &TraceParent::from_request(None)).await;
+    let refused = outbox::enqueue(&mut tx, &large, &TraceParent::from_header(None)).await;
     assert!(matches!(refused, Err(EnqueueError::TooLarge(_))));
 }
 

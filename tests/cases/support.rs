@@ -1,6 +1,6 @@
 //! What several tests need.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use async_nats::jetstream::Message;
 use e2e::{
@@ -10,7 +10,7 @@ use e2e::{
     wait::eventually,
     world::World,
 };
-use fulfillment_service::CONSUMER;
+use fulfillment_service::{CONSUMER, intake::Intake};
 use futures_util::{StreamExt as _, stream};
 use shared::{
     consumer::Consumer,
@@ -138,6 +138,11 @@ pub(crate) async fn deliveries(world: &World, most: usize) -> Vec<Message> {
     })
     .await
     .unwrap()
+}
+
+/// The business step of fulfillment, with nobody to wake.
+pub(crate) fn intake(pool: &PgPool) -> Intake {
+    Intake { pool: pool.clone(), dispatcher_waker: Arc::default() }
 }
 
 pub(crate) const DISPATCHES: &str = "select count(*) from dispatches";

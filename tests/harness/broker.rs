@@ -8,7 +8,7 @@ use async_nats::{
 use futures_util::{StreamExt as _, TryStreamExt as _};
 use serde_json::Value;
 
-use crate::contract::{CONSUMER, ORDERS, PAYMENT_CONFIRMED};
+use crate::contract::{BACK, CONSUMER, FULFILLMENT, ORDERS, PAYMENT_CONFIRMED};
 
 /// A connection of our own, past all proxies.
 #[derive(Debug, Clone)]
@@ -45,18 +45,28 @@ impl Broker {
         Ok(Self { js: jetstream::new(options.connect(address).await?) })
     }
 
-    /// Publishes past the outbox; true when the broker had the message id already.
+    /// Publishes a payment past the outbox; true when the broker had the message id already.
+    pub async fn publish(&self, body: &[u8], message_id: Option<&str>) -> anyhow::Result<bool> {
+        self.publish_to(PAYMENT_CONFIRMED, body, message_id).await
+    }
+
+    /// The same, on any subject.
     #[expect(
         clippy::disallowed_methods,
         reason = "the careless publisher that the guards are against"
     )]
-    pub async fn publish(&self, body: &[u8], message_id: Option<&str>) -> anyhow::Result<bool> {
+    pub async fn publish_to(
+        &self,
+        subject: &'static str,
+        body: &[u8],
+        message_id: Option<&str>,
+    ) -> anyhow::Result<bool> {
         let mut message =
             PublishMessage::build().headers(HeaderMap::new()).payload(body.to_vec().into());
         if let Some(id) = message_id {
             message = message.message_id(id);
         }
-        let ack = self.js.send_publish(PAYMENT_CONFIRMED, message).await?.await?;
+        let ack = self.js.send_publish(subject, message).await?.await?;
         Ok(ack.duplicate)
     }
 
@@ -101,6 +111,18 @@ impl Broker {
         let durable = self.durable().await?;
         let info = durable.cached_info();
         Ok((info.num_pending, info.num_ack_pending))
+    }
+
+    /// The same of the durables behind fulfillment, together.
+    pub async fn backlog_of_reports(&self) -> anyhow::Result<(u64, usize)> {
+        let mut backlog = (0, 0);
+        for durable in BACK {
+            let durable: PullConsumer =
+                self.js.get_consumer_from_stream(durable, FULFILLMENT).await?;
+            let info = durable.cached_info();
+            backlog = (backlog.0 + info.num_pending, backlog.1 + info.num_ack_pending);
+        }
+        Ok(backlog)
     }
 
     /// How many messages of the durable are acked or terminated, counted from the first.

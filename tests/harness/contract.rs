@@ -11,3 +11,7 @@ pub const NOTICES: &str = "notices";
 /// The subject of confirmed payments, and the durable that brings them to fulfillment-service.
 pub const PAYMENT_CONFIRMED: &str = "orders.payment.confirmed";
 pub const CONSUMER: &str = "fulfillment";
+
+/// The subject of what was dispatched, and the durables that bring it back.
+pub const ORDER_DISPATCHED: &str = "fulfillment.order.dispatched";
+pub const BACK: [&str; 2] = ["orders", "notifications"];

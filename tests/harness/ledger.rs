@@ -31,6 +31,13 @@ pub struct Ledger {
     pub absorbed_by_event_id: usize,
     /// Processed events that caused no dispatch: the business key absorbed them.
     pub absorbed_by_transaction_id: usize,
+    /// Dispatches that wait for the carrier, and those it has refused.
+    pub requested: usize,
+    pub failed: usize,
+    /// Events of dispatches that wait in the outbox of fulfillment, or have not been consumed.
+    pub reports_pending: usize,
+    /// Paid orders that do not know of their dispatch yet.
+    pub undispatched: usize,
     /// Dead letters by reason.
     pub dead_letters: BTreeMap<String, i64>,
     /// What the durable has not delivered, and what is delivered and not acked.
@@ -63,6 +70,21 @@ impl Ledger {
         )
         .fetch_all(fulfillment)
         .await?;
+        let (requested, failed): (i64, i64) = sqlx::query_as(
+            "select count(*) filter (where status = 'requested'), count(*) filter (where status = 'failed')
+             from dispatches",
+        )
+        .fetch_one(fulfillment)
+        .await?;
+        let reports: i64 =
+            sqlx::query_scalar("select count(*) from outbox where published_at is null")
+                .fetch_one(fulfillment)
+                .await?;
+        let (undelivered, unacked) = broker.backlog_of_reports().await?;
+        let undispatched: i64 =
+            sqlx::query_scalar("select count(*) from orders where status = 'paid'")
+                .fetch_one(orders)
+                .await?;
         let processed: i64 = sqlx::query_scalar("select count(*) from processed_events")
             .fetch_one(fulfillment)
             .await?;
@@ -100,13 +122,17 @@ impl Ledger {
             absorbed_by_event_id: copies.values().map(|count| count - 1).sum(),
             absorbed_by_transaction_id: usize::try_from(processed)?
                 .saturating_sub(dispatches.len()),
+            requested: requested.try_into()?,
+            failed: failed.try_into()?,
+            reports_pending: usize::try_from(reports)? + usize::try_from(undelivered)? + unacked,
+            undispatched: undispatched.try_into()?,
             dead_letters: dead_letters.into_iter().collect(),
             consumer_pending,
             consumer_ack_pending,
         })
     }
 
-    /// Everything has arrived: nothing waits in the outbox or the consumer.
+    /// Everything has arrived: nothing waits in an outbox, a consumer, or for the carrier.
     pub fn settled(&self) -> anyhow::Result<()> {
         ensure!(self.pending == 0, "{} outbox rows wait", self.pending);
         ensure!(self.consumer_pending == 0, "{} messages are not delivered", self.consumer_pending);
@@ -115,10 +141,17 @@ impl Ledger {
             "{} messages are not acked",
             self.consumer_ack_pending
         );
+        ensure!(self.requested == 0, "{} dispatches wait for the carrier", self.requested);
+        ensure!(
+            self.reports_pending == 0,
+            "{} reports of dispatches are under way",
+            self.reports_pending
+        );
         Ok(())
     }
 
-    /// The promise: every confirmed payment is announced, and dispatched once.
+    /// The promise: every confirmed payment is announced, and dispatched once, and its order knows,
+    /// unless the carrier refused.
     pub fn holds(&self) -> anyhow::Result<()> {
         ensure!(self.lost.is_empty(), "{} payments lost: {:?}", self.lost.len(), self.lost);
         ensure!(self.doubled.is_empty(), "doubled: {:?}", self.doubled);
@@ -129,6 +162,12 @@ impl Ledger {
             self.payments,
             self.outbox,
             self.dispatches
+        );
+        ensure!(
+            self.undispatched == self.failed,
+            "{} paid orders are not dispatched, {} were refused",
+            self.undispatched,
+            self.failed
         );
         Ok(())
     }

@@ -7,6 +7,7 @@ pub mod contract;
 pub mod find;
 pub mod ledger;
 pub mod nats_server;
+pub mod outside;
 pub mod postgres;
 pub mod process;
 pub mod proxy;
