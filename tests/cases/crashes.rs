@@ -14,7 +14,8 @@ use shared::{database::begin, topology};
 
 use crate::support::{
     AMOUNT, DEAD_LETTERS, DISPATCHES, LIMIT, UNPUBLISHED, announce, blocked, check_is, consumed,
-    dispatched, no_session, number, pay, proxied_orders, ready, world_with_orders,
+    dispatched, no_session, number, pay, proxied_orders, ready, request_dispatch,
+    world_with_orders,
 };
 
 #[tokio::test]
@@ -111,10 +112,11 @@ async fn crash_point_2_beyond_the_brokers_window_is_absorbed_by_the_inbox() {
 async fn crash_point_3a_before_commit_everything_is_delivered_again() {
     let world = World::new().await.unwrap();
     let mut fulfillment = world.start(Kind::Fulfillment).await.unwrap();
+    // The same dispatch, in a transaction that does not end: the event is claimed, and its effect
+    // waits for that.
     let mut lock = begin(&world.fulfillment).await.unwrap();
-    sqlx::query("lock table dispatches in share mode").execute(&mut *lock).await.unwrap();
+    request_dispatch(&mut lock, "tx-1", "A-1").await;
     announce(&world, "tx-1", "A-1").await;
-    // The event is claimed, and waits for its effect.
     blocked(&world.fulfillment, "fulfillment-service").await;
     fulfillment.end("KILL").await.unwrap();
     lock.rollback().await.unwrap();

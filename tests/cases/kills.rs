@@ -7,6 +7,7 @@ use std::{
 
 use e2e::{
     api::Api,
+    outside::Outside,
     services::{Kind, Service},
     wait::eventually,
     world::World,
@@ -16,7 +17,7 @@ use shared::database::begin;
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{
-    AMOUNT, DISPATCHES, LIMIT, announce, blocked, logged, no_session, number, pay,
+    AMOUNT, DISPATCHES, LIMIT, announce, blocked, logged, no_session, number, pay, request_dispatch,
 };
 
 /// Confirms as a payment provider does: until it gets an answer that is final.
@@ -40,11 +41,13 @@ async fn confirm_stubbornly(apis: &[Api], order: &str) {
 async fn five_processes_killed_at_random_dispatch_every_payment_once() {
     const PAYMENTS: usize = 5000;
     let world = World::new().await.unwrap();
+    let carrier = Outside::start().await.unwrap();
     let mut services = Vec::new();
     for kind in
         [Kind::Orders, Kind::Orders, Kind::Fulfillment, Kind::Fulfillment, Kind::Fulfillment]
     {
-        services.push(world.start(kind).await.unwrap());
+        let plan = world.plan(kind).unwrap().with("CARRIER_URL", &carrier.url());
+        services.push(plan.start().await.unwrap());
     }
     let apis: Vec<Api> = services[..2].iter().map(|service| Api::new(service.url())).collect();
     let paid = AtomicUsize::new(0);
@@ -66,6 +69,8 @@ async fn five_processes_killed_at_random_dispatch_every_payment_once() {
     let ledger = world.settled(Duration::from_secs(120)).await.unwrap();
     assert_eq!((ledger.payments, ledger.dispatches), (PAYMENTS, PAYMENTS));
     assert_eq!(ledger.dead_letters.len(), 0);
+    assert_eq!(carrier.effects().len(), PAYMENTS, "parcels");
+    println!("{} calls of the carrier", carrier.calls().len());
     println!(
         "{} messages for {} events: {} absorbed by the inbox",
         ledger.messages, ledger.events, ledger.absorbed_by_event_id
@@ -110,7 +115,7 @@ async fn what_is_in_hand_at_sigterm_is_committed_answered_and_acked() {
     let mut of_orders = begin(&world.orders).await.unwrap();
     sqlx::query("lock table outbox in share mode").execute(&mut *of_orders).await.unwrap();
     let mut of_fulfillment = begin(&world.fulfillment).await.unwrap();
-    sqlx::query("lock table dispatches in share mode").execute(&mut *of_fulfillment).await.unwrap();
+    request_dispatch(&mut of_fulfillment, "tx-2", "A-2").await;
     announce(&world, "tx-2", "A-2").await;
 
     let confirm = async { api.confirm("tx-1", "A-1", AMOUNT).await.unwrap().status };

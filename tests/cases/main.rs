@@ -5,9 +5,12 @@
 mod api;
 mod consumer;
 mod crashes;
+mod dispatcher;
 mod intake;
 mod kills;
+mod notices;
 mod operations;
 mod outages;
+mod projection;
 mod relay;
 mod support;

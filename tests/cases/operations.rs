@@ -3,6 +3,7 @@
 
 use std::{fs, process::Command, time::Duration};
 
+use async_nats::jetstream::kv;
 use e2e::{
     api::Api,
     find::root,
@@ -98,6 +99,27 @@ async fn a_stream_that_differs_is_not_ready_and_says_which_field() {
     api.ready().await.unwrap();
 }
 
+/// Keys without a time to live would stay claimed for ever.
+#[tokio::test]
+async fn a_bucket_that_differs_is_not_ready_and_says_which_field() {
+    let world = World::new().await.unwrap();
+    let fulfillment = world.start(Kind::Fulfillment).await.unwrap();
+    let api = Api::new(fulfillment.url());
+    ready(&api).await;
+    world.broker.js.delete_key_value(topology::NOTICES).await.unwrap();
+    let answer = check_is(&api, "bucket", "failing").await;
+    assert!(answer.body["failing"]["bucket"].as_str().unwrap().contains("run `setup`"));
+    let drifted = kv::Config { bucket: topology::NOTICES.to_owned(), ..Default::default() };
+    world.broker.js.create_key_value(drifted).await.unwrap();
+    let answer = api.get("/readyz").await.unwrap();
+    assert_eq!(
+        answer.body["failing"]["bucket"],
+        "bucket notices: allow_message_ttl is false, wanted true; run `setup`"
+    );
+    topology::upsert(&world.broker.js, 1).await.unwrap();
+    api.ready().await.unwrap();
+}
+
 #[tokio::test]
 async fn a_wrong_setting_stops_the_start_with_one_line_and_without_its_value() {
     for kind in [Kind::Orders, Kind::Fulfillment] {
@@ -125,6 +147,10 @@ async fn a_wrong_setting_stops_the_start_with_one_line_and_without_its_value() {
         assert!(malformed.starts_with("error: HTTP_ADDR: "), "{malformed}");
         let malformed = complain(&[GOOD, ("NATS_URL", "nats://u:hunter2@:no")]);
         assert!(malformed.starts_with("error: NATS_URL: "), "{malformed}");
+        if kind == Kind::Fulfillment {
+            let malformed = complain(&[GOOD, ("CARRIER_URL", "ftp://u:hunter2@carrier")]);
+            assert!(malformed.starts_with("error: CARRIER_URL: is not an http://"), "{malformed}");
+        }
     }
 }
 
@@ -184,16 +210,19 @@ fn every_test_the_readme_names_exists() {
     let cases = fs::read_dir(root().join("tests/cases")).unwrap();
     let cases: String =
         cases.map(|file| fs::read_to_string(file.unwrap().path()).unwrap()).collect();
-    // The third column of the table of guarantees.
+    // What has the form of a test's name in the last column of the tables of claims.
+    let is_test = |name: &&str| {
+        name.matches('_').count() > 2
+            && name.chars().all(|c| c == '_' || c.is_ascii_lowercase() || c.is_ascii_digit())
+    };
     let named: Vec<&str> = readme
         .lines()
-        .filter(|line| {
-            line.starts_with("| ") && line.contains("](") && line.matches(" | ").count() >= 2
-        })
+        .filter(|line| line.starts_with("| ") && line.matches(" | ").count() >= 2)
         .filter_map(|line| line.rsplit(" | ").next())
         .flat_map(|tests| tests.split('`').skip(1).step_by(2))
+        .filter(is_test)
         .collect();
-    assert!(named.len() >= 20, "the table is read: {named:?}");
+    assert!(named.len() >= 50, "the table is read: {named:?}");
     for test in named {
         assert!(cases.contains(&format!("fn {test}()")), "{test} is no test");
     }

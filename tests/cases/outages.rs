@@ -2,13 +2,21 @@
 
 use std::time::{Duration, Instant};
 
-use e2e::{api::Api, services::Kind, wait::eventually, world::World};
+use e2e::{
+    api::Api,
+    contract::FULFILLMENT,
+    outside::{Outside, Reply},
+    process::free_port,
+    services::Kind,
+    wait::eventually,
+    world::World,
+};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{
-    AMOUNT, DEAD_LETTERS, DISPATCHES, LIMIT, UNPUBLISHED, announce, check_is, dispatched, number,
-    ready,
+    AMOUNT, DEAD_LETTERS, DISPATCHES, LIMIT, UNPUBLISHED, announce, check_is, dispatched, logged,
+    number, ready,
 };
 
 const OUTAGE: Duration = Duration::from_secs(30);
@@ -159,4 +167,76 @@ async fn confirmations_go_on_while_the_broker_is_stopped() {
 #[tokio::test]
 async fn confirmations_go_on_when_the_broker_is_killed() {
     payments_go_on_while_the_broker_is_away("KILL").await;
+}
+
+/// Half of it nobody listens, half of it everything is answered with 503.
+#[tokio::test]
+async fn an_outage_of_the_carrier_holds_up_dispatches_and_nothing_else() {
+    let world = World::new().await.unwrap();
+    let port = free_port().unwrap();
+    let plan = world.plan(Kind::Fulfillment).unwrap();
+    let plan = plan.with("CARRIER_URL", &format!("http://127.0.0.1:{port}"));
+    let orders = world.start(Kind::Orders).await.unwrap();
+    let fulfillment = plan.start().await.unwrap();
+    let (orders_api, api) = (Api::new(orders.url()), Api::new(fulfillment.url()));
+    ready(&api).await;
+
+    let stop = CancellationToken::new();
+    let load = pay_steadily(&orders_api, "A", &stop);
+    let outage = async {
+        last(OUTAGE / 2).await;
+        let refused = number(&world.fulfillment, "select sum(attempts) from dispatches").await;
+        let carrier = Outside::start_on(port).await.unwrap();
+        // The most impatient of wishes is no reason to hurry.
+        carrier.behave(|_| Reply::Fail(503, Some("0".to_owned())));
+        last(OUTAGE / 2).await;
+        let unavailable = carrier.calls().len();
+        carrier.behave(|_| Reply::Accept);
+        let waiting = number(&world.fulfillment, DISPATCHES).await;
+        api.ready().await.unwrap();
+        stop.cancel();
+        (carrier, refused, unavailable, waiting)
+    };
+    let ((paid, slowest), (carrier, refused, unavailable, waiting)) = tokio::join!(load, outage);
+    println!(
+        "{paid} payments, slowest {slowest:?}, {waiting} waiting; {refused} + {unavailable} calls"
+    );
+    assert!(paid > 500 && waiting > paid as i64 * 9 / 10, "taken in all the time");
+    // A call every few seconds; sixteen at first, which were under way.
+    assert!((3..60).contains(&refused), "{refused} calls to nobody");
+    assert!((3..60).contains(&unavailable), "{unavailable} calls to a carrier that said 503");
+    let ledger = world.settled(AFTER).await.unwrap();
+    assert_eq!((ledger.payments, ledger.dispatches), (paid, paid));
+    assert_eq!(carrier.effects().len(), paid);
+    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0);
+}
+
+/// The same for notices; none of them is given up, however few deliveries are allowed.
+#[tokio::test]
+async fn an_outage_of_the_receiver_costs_no_notice_and_no_delivery() {
+    let world = World::new().await.unwrap();
+    let port = free_port().unwrap();
+    let plan = world.plan(Kind::Fulfillment).unwrap();
+    let plan = plan
+        .with("NOTIFY_URL", &format!("http://127.0.0.1:{port}/notices"))
+        .with("CONSUMER_MAX_DELIVERIES", "2");
+    let fulfillment = plan.start().await.unwrap();
+    let api = Api::new(fulfillment.url());
+    for n in 0..20 {
+        announce(&world, &format!("tx-{n}"), &format!("A-{n}")).await;
+    }
+    logged(&fulfillment, "consumer notifications: waiting").await;
+    last(SEVERAL_NAKS).await;
+    api.ready().await.unwrap();
+    let receiver = Outside::start_on(port).await.unwrap();
+    eventually("all are told", LIMIT, async || {
+        let told = receiver.effects().len();
+        anyhow::ensure!(told == 20, "{told}");
+        let backlog = world.broker.backlog(FULFILLMENT, "notifications").await?;
+        anyhow::ensure!(backlog == (0, 0), "{backlog:?}");
+        Ok(())
+    })
+    .await
+    .unwrap();
+    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0);
 }

@@ -5,6 +5,8 @@ use std::{sync::Arc, time::Duration};
 use async_nats::jetstream::Message;
 use e2e::{
     api::{Answer, Api},
+    contract::ORDER_DISPATCHED,
+    outside::Outside,
     proxy::Proxy,
     services::{Kind, Service},
     wait::eventually,
@@ -12,17 +14,19 @@ use e2e::{
 };
 use fulfillment_service::{CONSUMER, intake::Intake};
 use futures_util::{StreamExt as _, stream};
+use serde::Serialize;
 use shared::{
     consumer::Consumer,
-    events::{Event, EventId, PaymentConfirmed},
+    events::{Event, EventId, OrderDispatched, PaymentConfirmed},
     handler::Handler,
     lifecycle::Health,
     nats::Nats,
     relay::Relay,
     topology,
 };
-use sqlx::PgPool;
+use sqlx::{PgConnection, PgPool};
 use time::OffsetDateTime;
+use uuid::Uuid;
 
 /// Generous: a wait that comes near it has failed.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
@@ -71,7 +75,34 @@ pub(crate) fn event(transaction: &str, order: &str, amount: i64) -> Event<Paymen
     Event::payment_confirmed(EventId::new(), data)
 }
 
-pub(crate) fn bytes(event: &Event<PaymentConfirmed>) -> Vec<u8> {
+/// What fulfillment-service reports about it.
+pub(crate) fn report(transaction: &str, order: &str, code: &str) -> Event<OrderDispatched> {
+    Event::order_dispatched(OrderDispatched {
+        dispatch_id: Uuid::now_v7(),
+        order_id: order.to_owned().try_into().unwrap(),
+        transaction_id: transaction.to_owned().try_into().unwrap(),
+        tracking_code: code.to_owned().try_into().unwrap(),
+        dispatched_at: OffsetDateTime::from_unix_timestamp(1_800_000_060).unwrap(),
+    })
+}
+
+/// Publishes such a report past the outbox, without a message id.
+pub(crate) async fn publish_report(world: &World, report: &Event<OrderDispatched>) {
+    world.broker.publish_to(ORDER_DISPATCHED, &bytes(report), None).await.unwrap();
+}
+
+/// Waits until a durable on FULFILLMENT has nothing left to do.
+pub(crate) async fn reported(world: &World, durable: &str) {
+    eventually("all reports are consumed", LIMIT, async || {
+        let backlog = world.broker.backlog(topology::FULFILLMENT, durable).await?;
+        anyhow::ensure!(backlog == (0, 0), "pending, ack pending: {backlog:?}");
+        Ok(())
+    })
+    .await
+    .unwrap();
+}
+
+pub(crate) fn bytes<D: Serialize>(event: &Event<D>) -> Vec<u8> {
     serde_json::to_vec(event).unwrap()
 }
 
@@ -145,6 +176,24 @@ pub(crate) fn intake(pool: &PgPool) -> Intake {
     Intake { pool: pool.clone(), dispatcher_waker: Arc::default() }
 }
 
+/// Writes a dispatch that is due, as the intake does.
+pub(crate) async fn request_dispatch(
+    connection: &mut PgConnection,
+    transaction: &str,
+    order: &str,
+) {
+    sqlx::query(
+        "insert into dispatches (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
+                                 currency, event_id, stream_seq)
+         values (gen_random_uuid(), $1, $2, 'C-1', 1999, 'EUR', gen_random_uuid(), 1)",
+    )
+    .bind(transaction)
+    .bind(order)
+    .execute(connection)
+    .await
+    .unwrap();
+}
+
 pub(crate) const DISPATCHES: &str = "select count(*) from dispatches";
 
 /// Outbox rows that wait.
@@ -166,6 +215,17 @@ pub(crate) async fn dispatched(world: &World, count: i64) {
     eventually("they are dispatched", LIMIT, async || {
         let dispatches: i64 = sqlx::query_scalar(DISPATCHES).fetch_one(&world.fulfillment).await?;
         anyhow::ensure!(dispatches == count, "{dispatches} of {count}");
+        Ok(())
+    })
+    .await
+    .unwrap();
+}
+
+/// Waits until somebody else's API was called so many times.
+pub(crate) async fn called(outside: &Outside, times: usize) {
+    eventually("it is called", LIMIT, async || {
+        let calls = outside.calls().len();
+        anyhow::ensure!(calls >= times, "{calls} of {times}");
         Ok(())
     })
     .await

@@ -8,7 +8,7 @@ use async_nats::{
 use futures_util::{StreamExt as _, TryStreamExt as _};
 use serde_json::Value;
 
-use crate::contract::{BACK, CONSUMER, FULFILLMENT, ORDERS, PAYMENT_CONFIRMED};
+use crate::contract::{CONSUMER, ORDERS, PAYMENT_CONFIRMED};
 
 /// A connection of our own, past all proxies.
 #[derive(Debug, Clone)]
@@ -51,21 +51,31 @@ impl Broker {
     }
 
     /// The same, on any subject.
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "the careless publisher that the guards are against"
-    )]
     pub async fn publish_to(
         &self,
         subject: &'static str,
         body: &[u8],
         message_id: Option<&str>,
     ) -> anyhow::Result<bool> {
-        let mut message =
-            PublishMessage::build().headers(HeaderMap::new()).payload(body.to_vec().into());
+        let mut headers = HeaderMap::new();
         if let Some(id) = message_id {
-            message = message.message_id(id);
+            headers.insert("Nats-Msg-Id", id);
         }
+        self.publish_with(subject, headers, body).await
+    }
+
+    /// The same, with any headers.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the careless publisher that the guards are against"
+    )]
+    pub async fn publish_with(
+        &self,
+        subject: &'static str,
+        headers: HeaderMap,
+        body: &[u8],
+    ) -> anyhow::Result<bool> {
+        let message = PublishMessage::build().headers(headers).payload(body.to_vec().into());
         let ack = self.js.send_publish(subject, message).await?.await?;
         Ok(ack.duplicate)
     }
@@ -108,21 +118,14 @@ impl Broker {
 
     /// The durable of fulfillment: what it has not delivered, and what nobody has acked.
     pub async fn consumer_backlog(&self) -> anyhow::Result<(u64, usize)> {
-        let durable = self.durable().await?;
-        let info = durable.cached_info();
-        Ok((info.num_pending, info.num_ack_pending))
+        self.backlog(ORDERS, CONSUMER).await
     }
 
-    /// The same of the durables behind fulfillment, together.
-    pub async fn backlog_of_reports(&self) -> anyhow::Result<(u64, usize)> {
-        let mut backlog = (0, 0);
-        for durable in BACK {
-            let durable: PullConsumer =
-                self.js.get_consumer_from_stream(durable, FULFILLMENT).await?;
-            let info = durable.cached_info();
-            backlog = (backlog.0 + info.num_pending, backlog.1 + info.num_ack_pending);
-        }
-        Ok(backlog)
+    /// The same of any durable.
+    pub async fn backlog(&self, stream: &str, durable: &str) -> anyhow::Result<(u64, usize)> {
+        let durable: PullConsumer = self.js.get_consumer_from_stream(durable, stream).await?;
+        let info = durable.cached_info();
+        Ok((info.num_pending, info.num_ack_pending))
     }
 
     /// How many messages of the durable are acked or terminated, counted from the first.

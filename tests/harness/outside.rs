@@ -5,7 +5,7 @@ use std::{
     collections::HashMap,
     net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use axum::{
@@ -20,7 +20,7 @@ use tokio::{net::TcpListener, sync::watch};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 /// What becomes of a call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Reply {
     /// The effect, and its answer.
     Accept,
@@ -30,8 +30,8 @@ pub enum Reply {
     HangUp,
     /// No effect, and no answer until the behaviour changes.
     Hold,
-    /// No effect, and this status, with `Retry-After` in seconds.
-    Fail(u16, Option<u64>),
+    /// No effect, and this status, perhaps with `Retry-After`. A redirect leads back here.
+    Fail(u16, Option<String>),
     /// No effect, ever: 422 with this detail.
     Refuse(&'static str),
 }
@@ -42,6 +42,7 @@ pub struct Call {
     /// Counts from 1, over all keys and over this one.
     pub number: usize,
     pub attempt: usize,
+    pub at: Instant,
     pub path: String,
     /// As it stood in the header.
     pub key: String,
@@ -51,21 +52,22 @@ pub struct Call {
 
 type Rule = Arc<dyn Fn(&Call) -> Reply + Send + Sync>;
 
-/// A server on loopback. Dropping it closes it; what it knows stays with its clones.
-#[derive(Clone)]
+/// A server on loopback. Dropping it closes it.
 pub struct Outside {
     address: SocketAddr,
     record: Arc<Mutex<Record>>,
     rule: watch::Sender<Rule>,
-    _serving: Arc<AbortOnDropHandle<()>>,
+    _serving: AbortOnDropHandle<()>,
 }
 
 #[derive(Default)]
 struct Record {
     calls: Vec<Call>,
+    attempts: HashMap<String, usize>,
     effects: HashMap<String, Value>,
     in_flight: HashMap<String, usize>,
     most_in_flight: usize,
+    most_per_key: usize,
 }
 
 impl Outside {
@@ -87,8 +89,7 @@ impl Outside {
                 eprintln!("the double has failed: {error}");
             }
         });
-        let serving = Arc::new(AbortOnDropHandle::new(serving));
-        Ok(Self { address, record, rule, _serving: serving })
+        Ok(Self { address, record, rule, _serving: AbortOnDropHandle::new(serving) })
     }
 
     pub fn url(&self) -> String {
@@ -111,6 +112,11 @@ impl Outside {
 
     /// The most calls at one time with the same key.
     pub fn most_in_flight_per_key(&self) -> usize {
+        lock(&self.record).most_per_key
+    }
+
+    /// The most calls at one time.
+    pub fn most_in_flight(&self) -> usize {
         lock(&self.record).most_in_flight
     }
 }
@@ -146,19 +152,22 @@ async fn answer(
     };
     let call = {
         let mut record = lock(&record);
-        let attempt = record.calls.iter().filter(|call| call.key == key).count() + 1;
+        let attempt = record.attempts.entry(key.clone()).or_default();
+        *attempt += 1;
+        let attempt = *attempt;
         let call = Call {
             number: record.calls.len() + 1,
             attempt,
+            at: Instant::now(),
             path: uri.path().to_owned(),
             key: key.clone(),
             traceparent: text("traceparent"),
             body: body.clone(),
         };
         record.calls.push(call.clone());
-        let in_flight = record.in_flight.entry(key.clone()).or_default();
-        *in_flight += 1;
-        record.most_in_flight = record.most_in_flight.max(record.in_flight[&key]);
+        *record.in_flight.entry(key.clone()).or_default() += 1;
+        record.most_per_key = record.most_per_key.max(record.in_flight[&key]);
+        record.most_in_flight = record.most_in_flight.max(record.in_flight.values().sum());
         call
     };
     let _in_flight = InFlight(&record, key.clone());
@@ -177,8 +186,12 @@ async fn answer(
         Reply::Fail(status, retry_after) => {
             let status = StatusCode::from_u16(status).unwrap_or(StatusCode::IM_A_TEAPOT);
             let mut response = problem(status, "not now");
-            if let Some(seconds) = retry_after {
-                response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+            if status.is_redirection() {
+                let elsewhere = header::HeaderValue::from_static("/elsewhere");
+                response.headers_mut().insert(header::LOCATION, elsewhere);
+            }
+            if let Some(value) = retry_after.and_then(|value| value.try_into().ok()) {
+                response.headers_mut().insert(header::RETRY_AFTER, value);
             }
             return response;
         }

@@ -77,6 +77,9 @@ impl Process {
             .arg(program.remove.as_deref().unwrap_or(Path::new("")))
             .arg(&program.path)
             .args(&program.arguments)
+            // No test may send parcels to a carrier that happens to be configured here.
+            .env_remove("CARRIER_URL")
+            .env_remove("NOTIFY_URL")
             .envs(program.environment.iter().cloned())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
