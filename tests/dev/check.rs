@@ -16,13 +16,23 @@ use e2e::{
 };
 use sqlx::{PgPool, migrate::Migrator};
 
+/// How many tests run at the same time on a small machine.
+const AT_LEAST_AT_ONCE: usize = 4;
+
 pub(crate) fn test(arguments: impl Iterator<Item = OsString>) -> anyhow::Result<()> {
     println!("PostgreSQL   {}", find_postgres()?.how);
     println!("nats-server  {}", find_nats()?.how);
     build()?;
     let mut all: Vec<OsString> = vec!["test".into(), "--workspace".into()];
     all.extend(arguments);
-    cargo(&all, &[])
+    // Most of a test is waiting: for a lease, an acknowledgement time, an outage to end.
+    let cores = std::thread::available_parallelism().map_or(1, Into::into);
+    match std::env::var_os("RUST_TEST_THREADS") {
+        None if cores < AT_LEAST_AT_ONCE => {
+            cargo(&all, &[("RUST_TEST_THREADS", AT_LEAST_AT_ONCE.to_string().into())])
+        }
+        _ => cargo(&all, &[]),
+    }
 }
 
 pub(crate) async fn all(no_tests: bool) -> anyhow::Result<()> {

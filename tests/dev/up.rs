@@ -19,8 +19,13 @@ pub(crate) async fn run(env_file: &Path) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut world = World::bare().await?;
     let mut services = Vec::new();
+    let outside = |name: &'static str| Some((name, std::env::var(name).ok()?));
+    let outside: Vec<_> = ["CARRIER_URL", "NOTIFY_URL"].into_iter().filter_map(outside).collect();
     for (kind, port) in [(Kind::Orders, 8080), (Kind::Fulfillment, 8081)] {
         let mut plan = world.plan(kind)?;
+        if kind == Kind::Fulfillment {
+            plan = outside.iter().fold(plan, |plan, (name, url)| plan.with(name, url));
+        }
         plan.port = free_port_or(port)?;
         anyhow::ensure!(
             plan.run("setup").await? == 0,
@@ -35,6 +40,12 @@ pub(crate) async fn run(env_file: &Path) -> anyhow::Result<()> {
         services[0].url()
     );
     println!("fulfillment-service  {}   (GET /readyz)", services[1].url());
+    if outside.is_empty() {
+        println!("outside              a carrier in a sandbox; notices are logged");
+    }
+    for (name, _) in &outside {
+        println!("outside              as given in {name}");
+    }
     println!(
         "nats-server          {}",
         world.nats.monitor_url().unwrap_or_else(|| "as given".to_owned())
