@@ -159,7 +159,7 @@ impl Caller {
         let mut request = self
             .client
             .post(self.endpoint.0.clone())
-            // A structured field of type String, hence the quotes (section 2.1 of the draft).
+            // A structured field of type String, hence the quotes ("Syntax" in the draft).
             .header("Idempotency-Key", format!("\"{key}\""))
             .json(body);
         if let Some(traceparent) = traceparent {
@@ -200,7 +200,7 @@ fn refusal(status: StatusCode, retry_after: Option<Duration>, answer: &[u8]) -> 
             CallError::Unavailable { reason, retry_after }
         }
         // 5xx: taken on, and not brought to an end. 409: an earlier request with this key is being
-        // worked on (section 2.6 of the draft). 401, 403, 404 and the like: about us, our
+        // worked on (as the draft has it). 401, 403, 404 and the like: about us, our
         // credentials or our URL; were that a refusal, a password that has run out would give up
         // every parcel within a minute.
         _ => CallError::UnknownOutcome { reason, retry_after },

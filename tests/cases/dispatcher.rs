@@ -123,6 +123,7 @@ async fn a_carrier_that_books_and_hangs_up_every_tenth_time_has_one_parcel_each(
     pay(&api, "A", 1000).await;
     one_parcel_each(&world, &carrier, 1000).await;
     let calls = carrier.calls().len();
+    println!("{calls} calls for 1,000 parcels");
     assert!(calls >= 1100, "only {calls} calls: nothing was repeated");
     assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 0);
 }
