@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on should stop there")]
 
 mod api;
+mod carrier;
 mod consumer;
 mod crashes;
 mod dispatcher;
