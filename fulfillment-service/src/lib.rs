@@ -99,7 +99,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
         nats: nats.clone(),
         stream: topology::FULFILLMENT,
         durable: notifier::CONSUMER,
-        batch: notifier::BATCH,
+        batch: notifier::BATCH.min(common.consumer_batch as usize),
         max_deliveries: common.consumer_max_deliveries.into(),
         handler: Notifier {
             claims: Claims::new(nats.clone(), topology::NOTICES),
