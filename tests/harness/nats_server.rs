@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::{
     find::find_nats,
-    process::{Process, Program, Slot, tail},
+    process::{Process, Program, Slot, free_port, tail},
     wait::eventually,
 };
 
@@ -63,10 +63,9 @@ impl NatsServer {
         let data = tempfile::Builder::new().prefix("outbox-pair-nats-").tempdir()?;
         let arguments = arguments.iter().map(OsString::from).collect();
         let ours = OurNats { program: find_nats()?.path, arguments, data };
-        let address = ([127, 0, 0, 1], 0).into();
         let mut server = Self {
-            address,
-            monitor_port: 0,
+            address: ([127, 0, 0, 1], free_port()?).into(),
+            monitor_port: free_port()?,
             given: None,
             ours: Some(ours),
             process: Slot::default(),
@@ -120,8 +119,7 @@ impl NatsServer {
         self.process.end(signal).await.map(drop)
     }
 
-    /// Starts it where it was, on its ports and with its store. The first time, it chooses free
-    /// ports itself and writes them to a file, so there is no race for them.
+    /// Starts it where it was, on its ports and with its store.
     pub async fn start_again(&mut self) -> anyhow::Result<()> {
         let OurNats { program, arguments: further, data } =
             self.ours.as_ref().context("it is not ours")?;
@@ -131,14 +129,13 @@ impl NatsServer {
             fs::remove_dir_all(&ports)?;
         }
         fs::create_dir(&ports)?;
-        let port = |chosen: u16| if chosen == 0 { "-1".to_owned() } else { chosen.to_string() };
         let mut arguments: Vec<OsString> = vec![
             "--addr".into(),
             "127.0.0.1".into(),
             "--port".into(),
-            port(self.address.port()).into(),
+            self.address.port().to_string().into(),
             "--http_port".into(),
-            port(self.monitor_port).into(),
+            self.monitor_port.to_string().into(),
             "--ports_file_dir".into(),
             ports.clone().into(),
             "--jetstream".into(),
@@ -157,19 +154,13 @@ impl NatsServer {
         };
         let mut process = Process::start(&program).await?;
         let file = ports.join(format!("nats-server_{}.ports", process.pid()));
-        let (port, monitor_port) =
-            eventually("nats-server says its ports", START_LIMIT, async || {
-                ensure!(!process.ended(), "it ended");
-                let chosen: serde_json::Value = serde_json::from_slice(&fs::read(&file)?)?;
-                let port = |kind: &str| -> Option<u16> {
-                    chosen[kind][0].as_str()?.rsplit(':').next()?.trim_end_matches('/').parse().ok()
-                };
-                port("nats").zip(port("monitoring")).context("a port is missing")
-            })
-            .await
-            .with_context(|| tail(&program.log))?;
-        self.address.set_port(port);
-        self.monitor_port = monitor_port;
+        // It writes the file when it listens; by its own process id, so it is not another's.
+        eventually("nats-server listens", START_LIMIT, async || {
+            ensure!(!process.ended(), "it ended");
+            Ok(fs::metadata(&file).map(drop)?)
+        })
+        .await
+        .with_context(|| tail(&program.log))?;
         self.process.fill(process);
         Ok(())
     }

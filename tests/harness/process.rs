@@ -10,6 +10,10 @@ use std::{
     net::TcpListener,
     path::{Path, PathBuf},
     process::Stdio,
+    sync::{
+        LazyLock,
+        atomic::{AtomicU16, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
@@ -163,9 +167,21 @@ impl Slot {
     }
 }
 
-/// A port that was free a moment ago.
+/// Below the ports that Linux and macOS give to whoever asks for any: none of these is taken in the
+/// time between choosing it and listening on it, or while a server is stopped.
+const PORTS: std::ops::Range<u16> = 12_000..32_000;
+
+/// A port that nobody listens on, and that this process has not given away before.
 pub fn free_port() -> anyhow::Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+    // Another harness beside us most likely begins elsewhere.
+    static NEXT: LazyLock<AtomicU16> = LazyLock::new(|| AtomicU16::new(fastrand::u16(PORTS)));
+    let mut candidates = PORTS.map(|_| {
+        let next = |port: u16| Some(if port + 1 < PORTS.end { port + 1 } else { PORTS.start });
+        NEXT.fetch_update(Relaxed, Relaxed, next).unwrap_or_else(|port| port)
+    });
+    candidates
+        .find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok())
+        .with_context(|| format!("no port of {PORTS:?} is free"))
 }
 
 /// `wanted`, if it is free.
