@@ -30,6 +30,16 @@ async fn pair(world: &World, carrier: &Outside) -> (Service, Api, Service) {
     (orders, api, fulfillment(world, carrier).start().await.unwrap())
 }
 
+/// The pair with `count` payments, and the carrier holding a call for each.
+async fn pair_with_calls_held(world: &World, count: usize) -> (Outside, Service, Service) {
+    let carrier = Outside::start().await.unwrap();
+    carrier.behave(|_| Reply::Hold);
+    let (orders, api, fulfillment) = pair(world, &carrier).await;
+    pay(&api, "A", count).await;
+    called(&carrier, count).await;
+    (carrier, orders, fulfillment)
+}
+
 fn fulfillment(world: &World, carrier: &Outside) -> Plan {
     world.plan(Kind::Fulfillment).unwrap().with("CARRIER_URL", &carrier.url())
 }
@@ -136,11 +146,7 @@ async fn an_answer_that_comes_too_late_is_asked_for_again_under_the_same_key() {
 #[tokio::test]
 async fn crash_point_4a_after_taking_the_dispatch_it_is_taken_again() {
     let world = World::new().await.unwrap();
-    let carrier = Outside::start().await.unwrap();
-    carrier.behave(|_| Reply::Hold);
-    let (_orders, api, mut fulfillment) = pair(&world, &carrier).await;
-    pay(&api, "A", 1).await;
-    called(&carrier, 1).await;
+    let (carrier, _orders, mut fulfillment) = pair_with_calls_held(&world, 1).await;
     fulfillment.end("KILL").await.unwrap();
     carrier.behave(|_| Reply::Accept);
     fulfillment.start_again().await.unwrap();
@@ -151,11 +157,7 @@ async fn crash_point_4a_after_taking_the_dispatch_it_is_taken_again() {
 #[tokio::test]
 async fn crash_point_4b_after_the_carriers_answer_the_same_key_gives_the_same_parcel() {
     let world = World::new().await.unwrap();
-    let carrier = Outside::start().await.unwrap();
-    carrier.behave(|_| Reply::Hold);
-    let (_orders, api, mut fulfillment) = pair(&world, &carrier).await;
-    pay(&api, "A", 1).await;
-    called(&carrier, 1).await;
+    let (carrier, _orders, mut fulfillment) = pair_with_calls_held(&world, 1).await;
     // The transaction that would record the answer gets as far as its last statement, the event.
     let mut lock = begin(&world.fulfillment).await.unwrap();
     sqlx::query("lock table outbox in share mode").execute(&mut *lock).await.unwrap();
@@ -173,11 +175,7 @@ async fn crash_point_4b_after_the_carriers_answer_the_same_key_gives_the_same_pa
 #[tokio::test]
 async fn crash_point_4c_after_the_commit_the_event_waits_for_any_relay() {
     let mut world = World::new().await.unwrap();
-    let carrier = Outside::start().await.unwrap();
-    carrier.behave(|_| Reply::Hold);
-    let (mut orders, api, mut fulfillment) = pair(&world, &carrier).await;
-    pay(&api, "A", 1).await;
-    called(&carrier, 1).await;
+    let (carrier, mut orders, mut fulfillment) = pair_with_calls_held(&world, 1).await;
     consumed(&world).await;
     world.nats.stop("KILL").await.unwrap();
     carrier.behave(|_| Reply::Accept);
@@ -256,11 +254,7 @@ async fn from_payment_to_dispatched_order_nothing_waits_for_a_poll() {
 #[tokio::test]
 async fn a_dispatcher_that_sleeps_past_its_lease_changes_nothing_when_it_wakes() {
     let world = World::new().await.unwrap();
-    let carrier = Outside::start().await.unwrap();
-    carrier.behave(|_| Reply::Hold);
-    let (_orders, api, sleeper) = pair(&world, &carrier).await;
-    pay(&api, "A", 1).await;
-    called(&carrier, 1).await;
+    let (carrier, _orders, sleeper) = pair_with_calls_held(&world, 1).await;
     sleeper.signal("STOP").unwrap();
     let _another = fulfillment(&world, &carrier).start().await.unwrap();
     // The other one calls when the lease has run out, and gets an answer.
@@ -337,11 +331,7 @@ async fn a_dispatch_that_fails_alone_comes_back_later_not_at_once() {
 #[tokio::test]
 async fn no_transaction_is_open_while_the_carrier_is_called() {
     let world = World::new().await.unwrap();
-    let carrier = Outside::start().await.unwrap();
-    carrier.behave(|_| Reply::Hold);
-    let (_orders, api, _fulfillment) = pair(&world, &carrier).await;
-    pay(&api, "A", 3).await;
-    called(&carrier, 3).await;
+    let (carrier, _orders, _fulfillment) = pair_with_calls_held(&world, 3).await;
     consumed(&world).await;
     for pool in [&world.orders, &world.fulfillment] {
         // Whatever was begun before this moment comes to an end, with the calls still held.
@@ -369,11 +359,7 @@ async fn no_transaction_is_open_while_the_carrier_is_called() {
 #[tokio::test]
 async fn a_call_in_hand_at_sigterm_is_finished_and_recorded() {
     let world = World::new().await.unwrap();
-    let carrier = Outside::start().await.unwrap();
-    carrier.behave(|_| Reply::Hold);
-    let (_orders, api, mut fulfillment) = pair(&world, &carrier).await;
-    pay(&api, "A", 1).await;
-    called(&carrier, 1).await;
+    let (carrier, _orders, mut fulfillment) = pair_with_calls_held(&world, 1).await;
     fulfillment.signal("TERM").unwrap();
     logged(&fulfillment, "draining").await;
     carrier.behave(|_| Reply::Accept);

@@ -128,19 +128,24 @@ async fn notifying(world: &World, receiver: &Outside) -> Service {
     plan.with("NOTIFY_URL", &receiver.url()).start().await.unwrap()
 }
 
+/// Kills the service with its first call in hand; the second one makes it one notice.
+async fn one_notice_after_a_crash(world: &World, mut fulfillment: Service, receiver: &Outside) {
+    fulfillment.end("KILL").await.unwrap();
+    receiver.behave(|_| Reply::Accept);
+    fulfillment.start_again().await.unwrap();
+    reported(world, "notifications").await;
+    assert_eq!((receiver.effects().len(), receiver.calls().len()), (1, 2));
+}
+
 #[tokio::test]
 async fn crash_point_6a_after_the_claim_the_notice_comes_later() {
     let world = World::new().await.unwrap();
     let receiver = Outside::start().await.unwrap();
     receiver.behave(|_| Reply::Hold);
-    let mut fulfillment = notifying(&world, &receiver).await;
+    let fulfillment = notifying(&world, &receiver).await;
     publish_report(&world, &report("tx-1", "A-1", "PARCEL-1")).await;
     called(&receiver, 1).await;
-    fulfillment.end("KILL").await.unwrap();
-    receiver.behave(|_| Reply::Accept);
-    fulfillment.start_again().await.unwrap();
-    reported(&world, "notifications").await;
-    assert_eq!((receiver.effects().len(), receiver.calls().len()), (1, 2));
+    one_notice_after_a_crash(&world, fulfillment, &receiver).await;
 }
 
 #[tokio::test]
@@ -148,7 +153,7 @@ async fn crash_point_6b_after_the_notice_it_comes_once_more_under_the_same_key()
     let world = World::new().await.unwrap();
     let receiver = Outside::start().await.unwrap();
     receiver.behave(|_| Reply::Late(LIMIT));
-    let mut fulfillment = notifying(&world, &receiver).await;
+    let fulfillment = notifying(&world, &receiver).await;
     publish_report(&world, &report("tx-1", "A-1", "PARCEL-1")).await;
     eventually("it is told", LIMIT, async || {
         anyhow::ensure!(receiver.effects().len() == 1, "not yet");
@@ -156,11 +161,7 @@ async fn crash_point_6b_after_the_notice_it_comes_once_more_under_the_same_key()
     })
     .await
     .unwrap();
-    fulfillment.end("KILL").await.unwrap();
-    receiver.behave(|_| Reply::Accept);
-    fulfillment.start_again().await.unwrap();
-    reported(&world, "notifications").await;
-    assert_eq!((receiver.effects().len(), receiver.calls().len()), (1, 2));
+    one_notice_after_a_crash(&world, fulfillment, &receiver).await;
 }
 
 #[tokio::test]
