@@ -9,7 +9,6 @@
 
 use std::{
     str::FromStr,
-    sync::Arc,
     time::{Duration, SystemTime},
 };
 
@@ -19,10 +18,12 @@ use reqwest::{
     header::{HeaderMap, RETRY_AFTER},
     redirect::Policy,
 };
-use rustls::{ClientConfig, RootCertStore, crypto::ring};
 use serde::Serialize;
 use serde_json::Value;
-use shared::telemetry::{Causes, TRACEPARENT};
+use shared::{
+    telemetry::{Causes, TRACEPARENT},
+    tls,
+};
 use uuid::Uuid;
 
 /// How long a call may take, from connecting to the last byte of the answer.
@@ -124,17 +125,9 @@ impl Caller {
     /// # Errors
     /// When TLS cannot be set up.
     pub fn new(endpoint: Endpoint) -> anyhow::Result<Self> {
-        // Said in full: reqwest is built without a TLS provider (deny.toml has only one in the tree)
-        // and would panic if none is installed; and the machine's root certificates, which it would
-        // use, are missing in a slim container.
-        let roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
-        let tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .context("the TLS provider lacks what TLS needs")?
-            .with_root_certificates(roots)
-            .with_no_client_auth();
         let client = Client::builder()
-            .tls_backend_preconfigured(tls)
+            // Built without a provider, reqwest would look for one, and for the machine's roots.
+            .tls_backend_preconfigured(tls::client()?)
             .user_agent(concat!(env!("CARGO_PKG_NAME"), "/", env!("CARGO_PKG_VERSION")))
             .connect_timeout(CONNECT_LIMIT)
             .timeout(CALL_LIMIT)

@@ -29,5 +29,6 @@ mod publish_error;
 pub mod relay;
 pub mod setup;
 pub mod telemetry;
+pub mod tls;
 pub mod topology;
 pub mod values;
