@@ -68,7 +68,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let lifecycle = Lifecycle::new();
     let name = format!("fulfillment-service-{}", *telemetry::INSTANCE);
     let pool = database::pool(common.database_url, common.database_max_connections, &name);
-    let nats = nats::connect(&common.nats_url, &name).await?;
+    let nats = nats::connect(&common.nats, "fulfillment", &name).await?;
     let listener = TcpListener::bind(config.http_addr)
         .await
         .with_context(|| format!("cannot listen on {}; check HTTP_ADDR", config.http_addr))?;
@@ -182,6 +182,7 @@ async fn readyz(State(app): State<App>) -> Response {
         [
             ("database", database),
             ("nats", nats),
+            ("permissions", app.nats.check_permissions()),
             ("stream", stream),
             ("bucket", bucket),
             ("consumer", app.healths.consumer.check()),

@@ -1,9 +1,10 @@
-//! What both services are configured with: environment variables, each of them a flag too.
+//! What both services are configured with: environment variables, each of them a flag too. One that
+//! may hold a secret can come from a file instead, as container platforms mount secrets.
 //!
 //! A missing or malformed value stops the start with one line that names the variable, what is
 //! wrong and an example. The line does not repeat the value: it may hold a password.
 
-use std::{error::Error as _, net::SocketAddr, time::Duration};
+use std::{error::Error as _, ffi::OsString, fs, net::SocketAddr, time::Duration};
 
 use clap::{
     Args, Command, Parser,
@@ -12,7 +13,7 @@ use clap::{
 
 use tracing_subscriber::EnvFilter;
 
-use crate::{database::DatabaseUrl, nats::ServerAddresses, telemetry::LogFormat};
+use crate::{database::DatabaseUrl, login::Settings, telemetry::LogFormat};
 
 /// Settings of either service.
 #[derive(Debug, Clone, Args)]
@@ -21,9 +22,9 @@ pub struct Common {
     #[arg(long, env, hide_env_values = true)]
     pub database_url: DatabaseUrl,
 
-    /// One or several NATS servers, comma-separated, for example `nats://127.0.0.1:4222`
-    #[arg(long, env, hide_env_values = true, default_value = "nats://127.0.0.1:4222")]
-    pub nats_url: ServerAddresses,
+    /// Where NATS is, and how to log in.
+    #[command(flatten)]
+    pub nats: Settings,
 
     /// Stream replicas that `setup` asks for, 1 or 3, for example 1
     #[arg(long, env, default_value = "1", value_parser = replicas)]
@@ -73,15 +74,47 @@ pub enum Run {
     Healthcheck,
 }
 
-/// Reads flags and environment, or ends the process with one line (exit code 2).
+/// Reads flags, environment and files, or ends the process with one line (exit code 2).
 pub fn parse<T: Parser>() -> T {
-    T::try_parse().unwrap_or_else(|error| match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => error.exit(),
-        _ => {
-            eprintln!("{}", explain(&error, &T::command()));
-            std::process::exit(2)
+    let refuse = |line| -> ! {
+        eprintln!("{line}");
+        std::process::exit(2)
+    };
+    let command = T::command().after_help(
+        "Whatever may hold a secret (its value is not shown above) can come from a file: DATABASE_URL_FILE \
+         instead of DATABASE_URL, and so on.",
+    );
+    let mut arguments: Vec<OsString> = std::env::args_os().collect();
+    // Before any subcommand.
+    arguments.splice(1..1, secrets(&command).unwrap_or_else(|line| refuse(line)));
+    let parsed = command.clone().try_get_matches_from(arguments);
+    parsed.and_then(|matches| T::from_arg_matches(&matches)).unwrap_or_else(|error| {
+        match error.kind() {
+            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => error.exit(),
+            _ => refuse(explain(&error, &command)),
         }
     })
+}
+
+/// The settings that come from files, as arguments. They stay within this process.
+fn secrets(command: &Command) -> Result<Vec<OsString>, String> {
+    let mut arguments = Vec::new();
+    for arg in command.get_arguments().filter(|arg| arg.is_hide_env_values_set()) {
+        let (Some(name), Some(flag)) = (arg.get_env().and_then(|n| n.to_str()), arg.get_long())
+        else {
+            continue;
+        };
+        let from = format!("{name}_FILE");
+        let Some(file) = std::env::var_os(&from) else { continue };
+        if std::env::var_os(name).is_some() {
+            return Err(format!("error: {from}: {name} is set too; set one of them"));
+        }
+        let value = fs::read_to_string(&file).map_err(|error| {
+            format!("error: {from}: {} cannot be read: {error}", file.display())
+        })?;
+        arguments.push(format!("--{flag}={}", value.trim_end()).into());
+    }
+    Ok(arguments)
 }
 
 fn replicas(text: &str) -> Result<usize, &'static str> {
@@ -134,6 +167,10 @@ fn explain(error: &clap::Error, command: &Command) -> String {
     };
     let problem = match (error.kind(), error.source()) {
         (ErrorKind::MissingRequiredArgument, _) => "is not set".to_owned(),
+        (ErrorKind::ArgumentConflict, _) => {
+            let others = error.get(ContextKind::PriorArg).map(ToString::to_string);
+            format!("cannot be set together with {}", others.unwrap_or_default())
+        }
         (_, Some(problem)) => problem.to_string(),
         (_, None) => "is none of the possible values".to_owned(),
     };
@@ -186,6 +223,12 @@ mod tests {
             (&[DATABASE, "--shutdown-grace=0s"], "SHUTDOWN_GRACE", "zero", "20s"),
             (&[DATABASE, "--rust-log=sqlx=loud"], "RUST_LOG", "expected one of", "info"),
             (&[DATABASE, "--log-format=loud"], "LOG_FORMAT", "possible values", "text"),
+            (
+                &[DATABASE, "--nats-credentials-file=c", "--nats-nkey-seed-file=s"],
+                "NATS_CREDENTIALS_FILE",
+                "together with --nats-nkey-seed-file",
+                "/etc/nats",
+            ),
         ] {
             let line = complaint(arguments);
             assert!(line.starts_with(&format!("error: {variable}: ")), "{line}");

@@ -23,6 +23,7 @@ pub mod http;
 pub mod inbox;
 pub mod lease;
 pub mod lifecycle;
+pub mod login;
 pub mod nats;
 pub mod outbox;
 mod publish_error;

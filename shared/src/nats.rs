@@ -1,20 +1,21 @@
 //! The connection to NATS: made once per process, watched, and closed with bounds.
 //!
 //! Guarantees: [`Nats::settle`] tells the truth about acks, and [`Nats::close`] loses none that was
-//! sent. Assumes nothing about the server being there: a service starts and takes payments without
-//! it, and readiness says so.
+//! sent; what the server denies is told by readiness, because the client only sees a time-out.
+//! Assumes nothing about the server being there: a service starts and takes payments without it.
 
-use std::{str::FromStr, time::Duration};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail};
 use async_nats::{
-    Client, ConnectOptions, Event, RequestError, ServerAddr,
+    Client, Event, RequestError, ServerError,
     connection::State,
     jetstream::{self, AckKind, Message},
 };
-use percent_encoding::percent_decode_str;
 use tokio::{sync::watch, time::timeout};
 use tracing::{info, warn};
+
+use crate::login::Settings;
 
 /// How long a request, a publish acknowledgement or an API call may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -22,44 +23,9 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Each of the two steps of closing, see [`Nats::close`].
 const CLOSE_STEP: Duration = Duration::from_secs(3);
 
-/// One or several server addresses, with one user and password for all. `Debug` shows only hosts.
-#[derive(Clone)]
-pub struct ServerAddresses(Vec<ServerAddr>);
-
-impl FromStr for ServerAddresses {
-    type Err = &'static str;
-
-    fn from_str(list: &str) -> Result<Self, Self::Err> {
-        list.split(',')
-            .map(|address| match address.trim() {
-                "" => Err("an address is empty"),
-                address => address.parse().map_err(|_| "an address cannot be read"),
-            })
-            .collect::<Result<_, _>>()
-            .map(Self)
-    }
-}
-
-impl ServerAddresses {
-    /// The options with the user and password, or the token, of the first address that has one:
-    /// async-nats itself ignores them (0.51, `connector.rs`).
-    fn log_in(&self, options: ConnectOptions) -> ConnectOptions {
-        let plain = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
-        let first =
-            self.0.iter().find_map(|address| Some((address.username()?, address.password())));
-        match first {
-            Some((user, Some(password))) => options.user_and_password(plain(user), plain(password)),
-            Some((token, None)) => options.token(plain(token)),
-            None => options,
-        }
-    }
-}
-
-impl std::fmt::Debug for ServerAddresses {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_list().entries(self.0.iter().map(|a| format!("{}:{}", a.host(), a.port()))).finish()
-    }
-}
+/// How long readiness tells of a denial. Longer than any of our operations waits before it is tried
+/// again, so a permission that is missing is told of all the time.
+const DENIAL_STANDS: Duration = Duration::from_secs(60);
 
 /// The process's one connection and its one JetStream context. Cheap to clone.
 #[derive(Clone)]
@@ -67,18 +33,67 @@ pub struct Nats {
     client: Client,
     /// Every context has a limit of acks in flight and a task of its own, hence one for all.
     js: jetstream::Context,
-    closed: watch::Receiver<bool>,
+    news: watch::Receiver<News>,
 }
 
-/// Connects in the background and keeps trying; [`Nats::connected`] tells how it stands.
+/// What the client told of the connection.
+#[derive(Default)]
+struct News {
+    closed: bool,
+    /// Why there is no connection.
+    trouble: Option<String>,
+    /// The same about a certificate, until the client says that it could not connect, and no more.
+    untrusted: Option<String>,
+    /// What the server denied last.
+    denied: Option<(Instant, String)>,
+}
+
+impl News {
+    fn note(&mut self, event: &Event) {
+        match event {
+            // With another password, or after a change on the server, other permissions.
+            Event::Connected => *self = Self::default(),
+            Event::Closed => self.closed = true,
+            Event::ServerError(ServerError::Other(text))
+                if text.to_lowercase().starts_with("permissions violation") =>
+            {
+                self.denied = Some((Instant::now(), text.clone()));
+            }
+            Event::ServerError(error) => self.trouble = Some(error.to_string()),
+            Event::ClientError(error) => {
+                self.trouble = self.untrusted.take().or_else(|| Some(error.to_string()));
+            }
+            Event::Disconnected
+            | Event::LameDuckMode
+            | Event::Draining
+            | Event::SlowConsumer(_) => {}
+        }
+    }
+}
+
+/// Connects in the background and keeps trying; [`Nats::connected`] tells how it stands. Replies
+/// come to subjects below `_INBOX_{user}`, which the permissions of others leave out: below the
+/// default, `_INBOX`, everybody could read everybody's replies.
 ///
 /// # Errors
-/// When the options themselves are unusable. A server that is away is not an error.
-pub async fn connect(servers: &ServerAddresses, name: &str) -> anyhow::Result<Nats> {
-    let (closed, closed_seen) = watch::channel(false);
-    let client = servers
-        .log_in(ConnectOptions::new())
+/// When the settings themselves are unusable. A server that is away is not an error.
+pub async fn connect(settings: &Settings, user: &str, name: &str) -> anyhow::Result<Nats> {
+    let (tell, news) = watch::channel(News::default());
+    // The client says "IO error" to that, and no more (async-nats 0.51, `connector.rs`).
+    let tell_why = tell.clone();
+    let untrusted = move |error: &rustls::Error| {
+        let why = format!("the server is not trusted, check NATS_CA_FILE and NATS_URL: {error}");
+        warn!("nats: {why}");
+        tell_why.send_modify(|news| news.untrusted = Some(why));
+    };
+    let client = settings
+        .options(untrusted)
+        .await?
         .name(name)
+        .custom_inbox_prefix(format!("_INBOX_{user}"))
+        // A cluster tells its addresses as it sees them itself: behind a proxy or in a container
+        // network they lead nowhere, and no certificate is made for them. NATS_URL names them all.
+        .ignore_discovered_servers()
         // A dead peer is noticed after three pings: 30 s instead of the default's 3 minutes.
         .ping_interval(Duration::from_secs(10))
         .request_timeout(Some(REQUEST_TIMEOUT))
@@ -98,17 +113,15 @@ pub async fn connect(servers: &ServerAddresses, name: &str) -> anyhow::Result<Na
                 | Event::ServerError(_)
                 | Event::ClientError(_) => warn!("nats: {event}"),
             }
-            if event == Event::Closed {
-                closed.send_replace(true);
-            }
+            tell.send_modify(|news| news.note(&event));
             std::future::ready(())
         })
-        .connect(servers.0.as_slice())
+        .connect(settings.nats_url.0.as_slice())
         .await
         .context("cannot start the NATS client")?;
     let js =
         jetstream::context::ContextBuilder::new().timeout(REQUEST_TIMEOUT).build(client.clone());
-    Ok(Nats { client, js, closed: closed_seen })
+    Ok(Nats { client, js, news })
 }
 
 impl Nats {
@@ -123,8 +136,30 @@ impl Nats {
     /// # Errors
     /// When there is none.
     pub fn check(&self) -> anyhow::Result<()> {
-        ensure!(self.connected(), "not connected; trying again in the background");
-        Ok(())
+        if self.connected() {
+            return Ok(());
+        }
+        match &self.news.borrow().trouble {
+            Some(trouble) => bail!("not connected, trying again: {trouble}"),
+            None => bail!("not connected, trying again"),
+        }
+    }
+
+    /// Readiness: the server has denied us nothing of late. To the one who was denied it, a publish, a
+    /// request or an ack merely times out; only this tells the subject.
+    ///
+    /// # Errors
+    /// What was denied, for a minute, or until the next connection.
+    pub fn check_permissions(&self) -> anyhow::Result<()> {
+        match &self.news.borrow().denied {
+            Some((at, what)) if at.elapsed() < DENIAL_STANDS => {
+                bail!(
+                    "{what} ({:.0?} ago); see this user's permissions on the server",
+                    at.elapsed()
+                )
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Waits for a connection.
@@ -138,9 +173,10 @@ impl Nats {
                 look.tick().await;
             }
         };
-        timeout(limit, connected)
-            .await
-            .with_context(|| format!("no connection to NATS within {limit:?}; check NATS_URL"))
+        if timeout(limit, connected).await.is_err() {
+            self.check().with_context(|| format!("no connection to NATS within {limit:?}"))?;
+        }
+        Ok(())
     }
 
     /// The JetStream context.
@@ -168,24 +204,10 @@ impl Nats {
             warn!("nats: not everything could be sent before closing");
         }
         if self.client.drain().await.is_ok() {
-            let mut closed = self.closed.clone();
-            if timeout(CLOSE_STEP, closed.wait_for(|closed| *closed)).await.is_err() {
+            let mut news = self.news.clone();
+            if timeout(CLOSE_STEP, news.wait_for(|news| news.closed)).await.is_err() {
                 warn!("nats: the connection did not close in time");
             }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn addresses_come_as_a_list_and_keep_their_password_to_themselves() {
-        let two: ServerAddresses = "nats://user:secret@one:4222, tls://two:4443".parse().unwrap();
-        assert_eq!(format!("{two:?}"), r#"["one:4222", "two:4443"]"#);
-        for bad in ["", "nats://one:4222,", "nats://one:notaport"] {
-            assert!(bad.parse::<ServerAddresses>().is_err(), "{bad}");
         }
     }
 }
