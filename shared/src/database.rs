@@ -87,8 +87,8 @@ pub async fn begin(pool: &PgPool) -> sqlx::Result<PgTransaction<'static>> {
 }
 
 /// Whether an error says that the database cannot do its work just now, whatever it is asked: it is
-/// away, starting, full, overloaded, or read-only after a fail-over. Waiting helps; blaming the
-/// statement does not.
+/// away, starting, full, overloaded, read-only after a fail-over, or does not let us in, or at its
+/// tables. Waiting for it or for its operator helps; blaming the statement does not.
 pub fn is_outage(error: &anyhow::Error) -> bool {
     let Some(error) = error.chain().find_map(|cause| cause.downcast_ref::<sqlx::Error>()) else {
         return false;
@@ -96,9 +96,12 @@ pub fn is_outage(error: &anyhow::Error) -> bool {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed => true,
         // SQLSTATE, PostgreSQL manual, appendix A: connection exceptions, insufficient resources,
-        // shutdown and start-up, system errors, and a transaction that may only read.
+        // shutdown and start-up, system errors, a transaction that may only read; a wrong password,
+        // no such database, no right to it or to a table.
         sqlx::Error::Database(refusal) => refusal.code().is_some_and(|code| {
-            ["08", "53", "57P", "58", "25006"].iter().any(|class| code.starts_with(class))
+            ["08", "53", "57P", "58", "25006", "28", "3D", "42501"]
+                .iter()
+                .any(|class| code.starts_with(class))
         }),
         _ => false,
     }
