@@ -17,6 +17,8 @@ pub enum ApiError {
     BodyTooLarge,
     /// The body did not arrive in time.
     BodyTooSlow,
+    /// A confirmation that is not signed by who may; the text says what is wrong.
+    BadSignature(String),
     /// No such path.
     NotFound,
     /// No such method on this path.
@@ -68,6 +70,9 @@ impl IntoResponse for ApiError {
                 "Body too slow",
                 "the body did not arrive within 10 s".to_owned(),
             ),
+            Self::BadSignature(detail) => {
+                (StatusCode::UNAUTHORIZED, "bad_signature", "Not signed by who may", detail)
+            }
             Self::NotFound => (
                 StatusCode::NOT_FOUND,
                 "not_found",

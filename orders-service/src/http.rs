@@ -4,9 +4,10 @@ use std::{sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
+    body::Bytes,
     extract::{
         DefaultBodyLimit, FromRequest, Path, Request, State,
-        rejection::{JsonRejection, PathRejection},
+        rejection::{BytesRejection, JsonRejection, PathRejection},
     },
     http::{HeaderMap, StatusCode},
     response::{IntoResponse, Response},
@@ -32,6 +33,7 @@ use crate::{
     error::ApiError,
     orders::{self, NewOrder, Placed},
     payments::{self, Confirmation, Outcome},
+    signature::Secrets,
 };
 
 /// The largest body. What is behind it is a handful of short fields.
@@ -43,6 +45,8 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 /// What handlers work with.
 #[derive(Clone)]
 pub struct App {
+    /// None: confirmations need no signature.
+    pub webhook_secrets: Option<Secrets>,
     pub pool: PgPool,
     pub nats: Nats,
     /// Notified after each commit that wrote to the outbox.
@@ -121,7 +125,7 @@ struct PaymentBody {
 async fn confirm_payment(
     State(app): State<App>,
     headers: HeaderMap,
-    Body(body): Body<PaymentBody>,
+    Signed(body): Signed<PaymentBody>,
 ) -> Result<Response, ApiError> {
     let confirmation = Confirmation {
         transaction_id: field("transactionId", body.transaction_id)?,
@@ -170,6 +174,7 @@ async fn readyz(State(app): State<App>) -> Response {
         [
             ("database", database),
             ("nats", nats),
+            ("permissions", app.nats.check_permissions()),
             ("stream", stream),
             ("relay", app.relay_health.check()),
             ("consumer", app.consumer_health.check()),
@@ -194,12 +199,38 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
         match read.map_err(|_| ApiError::BodyTooSlow)? {
             Ok(Json(body)) => Ok(Self(body)),
             Err(JsonRejection::MissingJsonContentType(_)) => Err(ApiError::UnsupportedMediaType),
-            Err(JsonRejection::BytesRejection(rejection))
-                if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE =>
-            {
-                Err(ApiError::BodyTooLarge)
-            }
+            Err(JsonRejection::BytesRejection(rejection)) => Err(unread(&rejection)),
             Err(rejection) => Err(ApiError::Invalid(rejection.body_text())),
         }
+    }
+}
+
+/// The same from somebody who may confirm payments. Who they are is asked before what they want.
+struct Signed<T>(T);
+
+impl<T: DeserializeOwned> FromRequest<App> for Signed<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(mut request: Request, app: &App) -> Result<Self, ApiError> {
+        if let Some(secrets) = &app.webhook_secrets {
+            // The signature is one of bytes: what was read and written again would be another.
+            let (head, body) = request.into_parts();
+            let sent = Request::from_parts(head.clone(), body);
+            let read = timeout(BODY_TIMEOUT, Bytes::from_request(sent, app)).await;
+            let bytes =
+                read.map_err(|_| ApiError::BodyTooSlow)?.map_err(|rejection| unread(&rejection))?;
+            secrets.verify(&head.headers, &bytes).map_err(|error| {
+                ApiError::BadSignature(format!("{error}; sign as Standard Webhooks has it"))
+            })?;
+            request = Request::from_parts(head, bytes.into());
+        }
+        Body::from_request(request, app).await.map(|Body(body)| Self(body))
+    }
+}
+
+fn unread(rejection: &BytesRejection) -> ApiError {
+    match rejection.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => ApiError::BodyTooLarge,
+        _ => ApiError::Invalid(rejection.body_text()),
     }
 }

@@ -10,6 +10,7 @@ pub mod http;
 pub mod orders;
 pub mod payments;
 pub mod projection;
+pub mod signature;
 
 use std::process::ExitCode;
 
@@ -25,6 +26,7 @@ use shared::{
 };
 use sqlx::migrate::Migrator;
 use tokio::net::TcpListener;
+use tracing::warn;
 
 use crate::{config::Config, projection::Projection};
 
@@ -51,7 +53,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let lifecycle = Lifecycle::new();
     let name = format!("orders-service-{}", *telemetry::INSTANCE);
     let pool = database::pool(common.database_url, common.database_max_connections, &name);
-    let nats = nats::connect(&common.nats_url, &name).await?;
+    let nats = nats::connect(&common.nats, "orders", &name).await?;
     let listener = TcpListener::bind(config.http_addr)
         .await
         .with_context(|| format!("cannot listen on {}; check HTTP_ADDR", config.http_addr))?;
@@ -75,7 +77,13 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
         handler: Projection { pool: pool.clone() },
         health: Health::default(),
     };
+    if config.payment_webhook_secret.is_none() {
+        warn!(
+            "PAYMENT_WEBHOOK_SECRET is not set: whoever reaches this service can confirm payments"
+        );
+    }
     let app = http::router(http::App {
+        webhook_secrets: config.payment_webhook_secret,
         pool: pool.clone(),
         nats: nats.clone(),
         relay_waker: relay.waker(),
