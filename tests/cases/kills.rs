@@ -6,7 +6,7 @@ use std::{
 };
 
 use e2e::{
-    api::Api,
+    api::{Api, confirm_stubbornly},
     outside::Outside,
     services::{Kind, Service},
     wait::eventually,
@@ -19,23 +19,6 @@ use tokio_util::sync::CancellationToken;
 use crate::support::{
     AMOUNT, DISPATCHES, LIMIT, announce, blocked, logged, no_session, number, pay, request_dispatch,
 };
-
-/// Confirms as a payment provider does: until it gets an answer that is final.
-async fn confirm_stubbornly(apis: &[Api], order: &str) {
-    let transaction = format!("tx-{order}");
-    for attempt in 0.. {
-        let api = &apis[attempt % apis.len()];
-        let placed =
-            api.place(order, AMOUNT).await.is_ok_and(|answer| matches!(answer.status, 200 | 201));
-        if placed
-            && let Ok(answer) = api.confirm(&transaction, order, AMOUNT).await
-            && matches!(answer.status, 200 | 201)
-        {
-            return;
-        }
-        tokio::task::yield_now().await;
-    }
-}
 
 #[tokio::test]
 async fn five_processes_killed_at_random_dispatch_every_payment_once() {
@@ -55,7 +38,7 @@ async fn five_processes_killed_at_random_dispatch_every_payment_once() {
     let load = async {
         stream::iter(0..PAYMENTS)
             .for_each_concurrent(24, async |n| {
-                confirm_stubbornly(&apis, &format!("A-{n}")).await;
+                confirm_stubbornly(&apis, &format!("A-{n}"), AMOUNT).await;
                 paid.fetch_add(1, Ordering::Relaxed);
             })
             .await;

@@ -119,7 +119,13 @@ pub(crate) async fn relay(pool: &PgPool, nats_url: &str, batch: usize) -> Relay 
 }
 
 pub(crate) async fn connected(nats_url: &str) -> Nats {
-    let nats = shared::nats::connect(&nats_url.parse().unwrap(), "test").await.unwrap();
+    let settings = shared::login::Settings {
+        nats_url: nats_url.parse().unwrap(),
+        nats_credentials_file: None,
+        nats_nkey_seed_file: None,
+        nats_ca_file: None,
+    };
+    let nats = shared::nats::connect(&settings, "test", "test").await.unwrap();
     nats.wait_connected(LIMIT).await.unwrap();
     nats
 }

@@ -1,14 +1,26 @@
 //! orders-service as its clients see it.
 
+use std::time::{Duration, Instant};
+
 use anyhow::Context as _;
 use reqwest::{Client, StatusCode};
 use serde_json::{Value, json};
+use standardwebhooks::{
+    HEADER_WEBHOOK_ID, HEADER_WEBHOOK_SIGNATURE, HEADER_WEBHOOK_TIMESTAMP, Webhook,
+};
+use time::OffsetDateTime;
+use tokio::time::sleep;
+
+/// How long a client waits that got no answer, or was told to come later.
+const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(20);
 
 /// A client of one base URL. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Api {
     base: String,
     client: Client,
+    /// What confirmations are signed with.
+    secret: Option<String>,
 }
 
 /// An answer: status, content type, body.
@@ -28,7 +40,12 @@ impl Answer {
 
 impl Api {
     pub fn new(base: String) -> Self {
-        Self { base, client: client() }
+        Self { base, client: client(), secret: None }
+    }
+
+    /// A client that signs its confirmations, as a payment provider does.
+    pub fn signing(base: String, secret: &str) -> Self {
+        Self { secret: Some(secret.to_owned()), ..Self::new(base) }
     }
 
     pub async fn place(&self, order: &str, amount: i64) -> anyhow::Result<Answer> {
@@ -42,7 +59,14 @@ impl Api {
         order: &str,
         amount: i64,
     ) -> anyhow::Result<Answer> {
-        self.post("/payments", &confirmation(transaction, order, amount)).await
+        let body = confirmation(transaction, order, amount).to_string();
+        let mut request = self.client.post(self.url("/payments"));
+        if let Some(secret) = &self.secret {
+            for (name, value) in sign(secret, transaction, OffsetDateTime::now_utc(), &body) {
+                request = request.header(name, value);
+            }
+        }
+        answer(request.header("content-type", "application/json").body(body)).await
     }
 
     pub async fn put(&self, path: &str, body: &Value) -> anyhow::Result<Answer> {
@@ -87,9 +111,42 @@ fn client() -> Client {
     Client::builder().tls_backend_preconfigured(tls).build().expect("nothing else to go wrong")
 }
 
+/// Places an order and confirms its payment as a payment provider does: until it gets an answer that
+/// is final, from whichever replica. Returns how long the confirmation took in all.
+pub async fn confirm_stubbornly(apis: &[Api], order: &str, amount: i64) -> Duration {
+    let transaction = format!("tx-{order}");
+    let mut asked = None;
+    for attempt in 0.. {
+        let api = &apis[attempt % apis.len()];
+        let good = |answer: anyhow::Result<Answer>| {
+            answer.is_ok_and(|answer| matches!(answer.status, 200 | 201))
+        };
+        if asked.is_some() || good(api.place(order, amount).await) {
+            let asked = asked.get_or_insert_with(Instant::now);
+            if good(api.confirm(&transaction, order, amount).await) {
+                return asked.elapsed();
+            }
+        }
+        sleep(BETWEEN_ATTEMPTS).await;
+    }
+    unreachable!("there is always one more attempt")
+}
+
 /// The body of `POST /payments`.
 pub fn confirmation(transaction: &str, order: &str, amount: i64) -> Value {
     json!({ "transactionId": transaction, "orderId": order, "amountMinor": amount, "currency": "EUR" })
+}
+
+/// The headers of Standard Webhooks.
+pub fn sign(secret: &str, id: &str, at: OffsetDateTime, body: &str) -> [(&'static str, String); 3] {
+    let seconds = at.unix_timestamp();
+    let signature =
+        Webhook::new(secret).and_then(|webhook| webhook.sign(id, seconds, body.as_bytes()));
+    [
+        (HEADER_WEBHOOK_ID, id.to_owned()),
+        (HEADER_WEBHOOK_TIMESTAMP, seconds.to_string()),
+        (HEADER_WEBHOOK_SIGNATURE, signature.expect("the secret can be read")),
+    ]
 }
 
 /// Sends a request and reads the answer whole.

@@ -1,5 +1,7 @@
 //! The broker from outside: what an operator sees, and what a careless publisher does.
 
+use std::path::PathBuf;
+
 use anyhow::Context as _;
 use async_nats::{
     ConnectOptions, HeaderMap, ServerAddr,
@@ -34,15 +36,26 @@ impl Stored {
 }
 
 impl Broker {
+    /// To one or several servers, comma-separated, with the user and password of the first.
     pub async fn connect(url: &str) -> anyhow::Result<Self> {
-        let address: ServerAddr = url.split(',').next().unwrap_or_default().parse()?;
-        let options = match (address.username(), address.password()) {
-            (Some(user), Some(password)) => {
-                ConnectOptions::with_user_and_password(user.to_owned(), password.to_owned())
-            }
-            _ => ConnectOptions::new(),
-        };
-        Ok(Self { js: jetstream::new(options.connect(address).await?) })
+        Self::connect_with(url, ConnectOptions::new()).await
+    }
+
+    /// The same with the certificate of a CA to trust.
+    pub async fn connect_trusting(url: &str, ca: PathBuf) -> anyhow::Result<Self> {
+        let options = ConnectOptions::new().add_root_certificates(ca).require_tls(true);
+        Self::connect_with(url, options).await
+    }
+
+    async fn connect_with(url: &str, mut options: ConnectOptions) -> anyhow::Result<Self> {
+        let servers = url.split(',').map(str::parse).collect::<Result<Vec<ServerAddr>, _>>()?;
+        let first = servers.first().context("no server")?;
+        if let (Some(user), Some(password)) = (first.username(), first.password()) {
+            options = options.user_and_password(user.to_owned(), password.to_owned());
+        }
+        // Those that a cluster tells of are known only to its own network.
+        let client = options.ignore_discovered_servers().connect(servers).await?;
+        Ok(Self { js: jetstream::new(client) })
     }
 
     /// Publishes a payment past the outbox; true when the broker had the message id already.

@@ -12,10 +12,13 @@ use anyhow::{Context as _, ensure};
 use tempfile::TempDir;
 
 use crate::{
-    find::find_nats,
+    find::{find_nats, root},
     process::{Process, Program, Slot, free_port, tail},
     wait::eventually,
 };
+
+/// The users of `deploy/nats/nats.conf`.
+pub const USERS: [&str; 4] = ["setup", "orders", "fulfillment", "operator"];
 
 const START_LIMIT: Duration = Duration::from_secs(30);
 
@@ -60,8 +63,25 @@ impl NatsServer {
 
     /// The same with further arguments.
     pub async fn start_with(arguments: &[&str]) -> anyhow::Result<Self> {
-        let data = tempfile::Builder::new().prefix("outbox-pair-nats-").tempdir()?;
-        let arguments = arguments.iter().map(OsString::from).collect();
+        let data = new_folder()?;
+        let mut all = vec!["--jetstream".into(), "--store_dir".into(), store(data.path()).into()];
+        all.extend(arguments.iter().map(OsString::from));
+        Self::start_in(data, all).await
+    }
+
+    /// A new server with the users and permissions of `deploy/`, as `change` has the file.
+    pub async fn deployed(change: impl FnOnce(String) -> String) -> anyhow::Result<Self> {
+        let data = new_folder()?;
+        let config = write_config(data.path(), &change(deployed_config()?))?;
+        Self::start_in(data, vec!["--config".into(), config.into()]).await
+    }
+
+    /// Gives a server as deployed another configuration: from its next start, or a `HUP`.
+    pub fn configure(&self, config: &str) -> anyhow::Result<()> {
+        write_config(self.folder().context("it is not ours")?, config).map(drop)
+    }
+
+    async fn start_in(data: TempDir, arguments: Vec<OsString>) -> anyhow::Result<Self> {
         let ours = OurNats { program: find_nats()?.path, arguments, data };
         let mut server = Self {
             address: ([127, 0, 0, 1], free_port()?).into(),
@@ -76,6 +96,11 @@ impl NatsServer {
 
     pub fn url(&self) -> String {
         self.given.clone().unwrap_or_else(|| format!("nats://{}", self.address))
+    }
+
+    /// As one of the users of `deploy/`, whose passwords are their names here.
+    pub fn url_as(&self, user: &str) -> String {
+        format!("nats://{user}:{user}@{}", self.address)
     }
 
     /// The same through something that stands before it: with the user and password as given.
@@ -114,6 +139,11 @@ impl NatsServer {
         self.process.ended()
     }
 
+    /// Sends a signal: `HUP` has it read its configuration again.
+    pub fn signal(&self, signal: &str) -> anyhow::Result<()> {
+        self.process.signal(signal)
+    }
+
     /// Stops it: `TERM` in order, `KILL` at once.
     pub async fn stop(&mut self, signal: &str) -> anyhow::Result<()> {
         self.process.end(signal).await.map(drop)
@@ -138,15 +168,15 @@ impl NatsServer {
             self.monitor_port.to_string().into(),
             "--ports_file_dir".into(),
             ports.clone().into(),
-            "--jetstream".into(),
-            "--store_dir".into(),
-            data.path().join("store").into(),
         ];
         arguments.extend(further.iter().cloned());
         let program = Program {
             path: program.clone(),
             arguments,
-            environment: Vec::new(),
+            // For the configuration of `deploy/`.
+            environment: USERS
+                .map(|user| (format!("NATS_{}_PASSWORD", user.to_uppercase()), user.to_owned()))
+                .into(),
             user: None,
             log: data.path().join("log"),
             end_with: "KILL",
@@ -164,4 +194,25 @@ impl NatsServer {
         self.process.fill(process);
         Ok(())
     }
+}
+
+/// The configuration that is deployed.
+pub fn deployed_config() -> anyhow::Result<String> {
+    Ok(fs::read_to_string(root().join("deploy/nats/nats.conf"))?)
+}
+
+/// Writes a configuration like the deployed one, with the store where ours is.
+fn write_config(folder: &Path, config: &str) -> anyhow::Result<PathBuf> {
+    let file = folder.join("nats.conf");
+    let here = format!("store_dir: \"{}\"", store(folder).display());
+    fs::write(&file, config.replace("store_dir: /data", &here))?;
+    Ok(file)
+}
+
+fn store(folder: &Path) -> PathBuf {
+    folder.join("store")
+}
+
+fn new_folder() -> anyhow::Result<TempDir> {
+    Ok(tempfile::Builder::new().prefix("outbox-pair-nats-").tempdir()?)
 }

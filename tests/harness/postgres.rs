@@ -1,6 +1,6 @@
 //! A real PostgreSQL on loopback.
 
-use std::{net::SocketAddr, os::unix::fs::chown, time::Duration};
+use std::{fs, net::SocketAddr, os::unix::fs::chown, time::Duration};
 
 use anyhow::{Context as _, ensure};
 use sqlx::{Connection as _, PgConnection, postgres::PgConnectOptions};
@@ -8,13 +8,19 @@ use tempfile::TempDir;
 use tokio::net::lookup_host;
 
 use crate::{
-    find::{find_postgres, is_root},
+    find::{find_postgres, is_root, root},
     process::{Process, Program, Slot, free_port, tail},
     wait::eventually,
 };
 
 /// Whom PostgreSQL runs as when we are root, as which it refuses: nobody.
 const NOBODY: u32 = 65534;
+
+/// The superuser, and the password.
+const SUPERUSER: &str = "postgres";
+
+/// The roles of `deploy/postgres/provision.sql`.
+const ROLES: [&str; 4] = ["orders_setup", "orders", "fulfillment_setup", "fulfillment"];
 
 const START_LIMIT: Duration = Duration::from_secs(30);
 
@@ -41,8 +47,27 @@ impl Postgres {
         }
     }
 
-    /// A new server with an empty data directory, which is removed with it.
+    /// A new server with an empty data directory, which is removed with it. Everybody may do
+    /// everything.
     pub async fn start() -> anyhow::Result<Self> {
+        Self::start_with("trust").await
+    }
+
+    /// A new server with the databases and roles of `deploy/`, whose passwords are their names.
+    pub async fn deployed() -> anyhow::Result<Self> {
+        let server = Self::start_with("scram-sha-256").await?;
+        let mut psql = tokio::process::Command::new(find_postgres()?.path.join("psql"));
+        psql.args(["--no-psqlrc", "--quiet", "--set=ON_ERROR_STOP=1"])
+            .arg("--file")
+            .arg(root().join("deploy/postgres/provision.sql"))
+            .arg(server.url("postgres"))
+            .envs(ROLES.map(|role| (format!("{}_PASSWORD", role.to_uppercase()), role)));
+        let output = psql.output().await.context("cannot run psql")?;
+        ensure!(output.status.success(), "psql: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(server)
+    }
+
+    async fn start_with(authentication: &str) -> anyhow::Result<Self> {
         let binaries = find_postgres()?.path;
         let data = tempfile::Builder::new().prefix("outbox-pair-postgres-").tempdir()?;
         let user = is_root().then_some(NOBODY);
@@ -50,15 +75,14 @@ impl Postgres {
             chown(data.path(), user, user)?;
         }
         let cluster = data.path().join("cluster");
+        let password = data.path().join("password");
+        fs::write(&password, SUPERUSER)?;
         let mut initdb = tokio::process::Command::new(binaries.join("initdb"));
         initdb
-            .args([
-                "--username=postgres",
-                "--auth=trust",
-                "--encoding=UTF8",
-                "--no-locale",
-                "--no-sync",
-            ])
+            .args(["--username=postgres", "--encoding=UTF8", "--no-locale", "--no-sync"])
+            .arg(format!("--auth={authentication}"))
+            .arg("--pwfile")
+            .arg(&password)
             .arg("--pgdata")
             .arg(&cluster)
             .current_dir("/");
@@ -96,7 +120,7 @@ impl Postgres {
             remove: Some(data.path().to_owned()),
         };
         let mut server = Self {
-            address: format!("postgres://postgres@127.0.0.1:{port}"),
+            address: format!("postgres://{SUPERUSER}:{SUPERUSER}@127.0.0.1:{port}"),
             program: Some(program),
             process: Slot::default(),
             _data: Some(data),
@@ -115,6 +139,12 @@ impl Postgres {
     /// The URL of one of its databases.
     pub fn url(&self, database: &str) -> String {
         format!("{}/{database}", self.address)
+    }
+
+    /// The same as one of the roles of `deploy/`.
+    pub fn url_as(&self, role: &str, database: &str) -> String {
+        let (_, address) = self.address.rsplit_once('@').unwrap_or(("", &self.address));
+        format!("postgres://{role}:{role}@{address}/{database}")
     }
 
     pub fn is_ours(&self) -> bool {

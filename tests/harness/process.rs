@@ -81,9 +81,11 @@ impl Process {
             .arg(program.remove.as_deref().unwrap_or(Path::new("")))
             .arg(&program.path)
             .args(&program.arguments)
-            // No test may send parcels to a carrier that happens to be configured here.
+            // No test may send parcels to a carrier that happens to be configured here, or fail
+            // because a secret is.
             .env_remove("CARRIER_URL")
             .env_remove("NOTIFY_URL")
+            .env_remove("PAYMENT_WEBHOOK_SECRET")
             .envs(program.environment.iter().cloned())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -29,6 +29,14 @@ impl Kind {
             Self::Fulfillment => "fulfillment-service",
         }
     }
+
+    /// Its user on the servers of `deploy/`, and its database.
+    pub fn user(self) -> &'static str {
+        match self {
+            Self::Orders => "orders",
+            Self::Fulfillment => "fulfillment",
+        }
+    }
 }
 
 /// Cargo in the workspace's root, without what the cargo that runs us says about our package: build
@@ -113,6 +121,12 @@ impl Plan {
     /// Adds a variable.
     pub fn with(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// Takes a variable away.
+    pub fn without(mut self, name: &str) -> Self {
+        self.environment.retain(|(variable, _)| variable != name);
         self
     }
 

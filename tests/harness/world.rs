@@ -73,6 +73,33 @@ impl World {
         Self::build(Some(postgres), None, nats).await
     }
 
+    /// A world with the roles, users and permissions of `deploy/`, set up by those who may.
+    pub async fn deployed() -> anyhow::Result<Self> {
+        let postgres = Postgres::deployed().await?;
+        let nats = NatsServer::deployed(|config| config).await?;
+        let broker = Broker::connect(&nats.url_as("operator")).await?;
+        let names = ["orders", "fulfillment"].map(str::to_owned);
+        let world = Self::assemble(Some(postgres), None, nats, broker, names)?;
+        for kind in [Kind::Orders, Kind::Fulfillment] {
+            let plan = world.deployed_setup(kind)?;
+            ensure!(plan.run("setup").await? == 0, "setup failed: {}", tail(&plan.log()));
+        }
+        Ok(world)
+    }
+
+    /// How to run a service in a world like that: as itself.
+    pub fn deployed_plan(&self, kind: Kind) -> anyhow::Result<Plan> {
+        let user = kind.user();
+        let database = self.postgres().url_as(user, user);
+        Plan::new(kind, &database, &self.nats.url_as(user), self.folder.path())
+    }
+
+    /// How to set it up.
+    pub fn deployed_setup(&self, kind: Kind) -> anyhow::Result<Plan> {
+        let database = self.postgres().url_as(&format!("{}_setup", kind.user()), kind.user());
+        Plan::new(kind, &database, &self.nats.url_as("setup"), self.folder.path())
+    }
+
     async fn build(
         own_postgres: Option<Postgres>,
         shared_postgres: Option<Arc<Postgres>>,
@@ -82,14 +109,25 @@ impl World {
             own_postgres.as_ref().or(shared_postgres.as_deref()).context("a server is needed")?;
         let broker = Broker::connect(&nats.url()).await?;
         let id = Uuid::now_v7().simple();
-        let (orders_name, fulfillment_name) = (format!("orders_{id}"), format!("fulfillment_{id}"));
-        let mut pools = Vec::new();
-        for name in [&orders_name, &fulfillment_name] {
+        let names = [format!("orders_{id}"), format!("fulfillment_{id}")];
+        for name in &names {
             postgres.create_database(name).await?;
-            pools.push(PgPoolOptions::new().max_connections(10).connect_lazy(&postgres.url(name))?);
         }
-        let fulfillment = pools.pop().context("two pools")?;
-        let orders = pools.pop().context("two pools")?;
+        Self::assemble(own_postgres, shared_postgres, nats, broker, names)
+    }
+
+    fn assemble(
+        own_postgres: Option<Postgres>,
+        shared_postgres: Option<Arc<Postgres>>,
+        nats: NatsServer,
+        broker: Broker,
+        [orders_name, fulfillment_name]: [String; 2],
+    ) -> anyhow::Result<Self> {
+        let postgres =
+            own_postgres.as_ref().or(shared_postgres.as_deref()).context("a server is needed")?;
+        let pool =
+            |name: &str| PgPoolOptions::new().max_connections(10).connect_lazy(&postgres.url(name));
+        let (orders, fulfillment) = (pool(&orders_name)?, pool(&fulfillment_name)?);
         let temporary = std::env::temp_dir();
         let folder = tempfile::Builder::new()
             .prefix("outbox-pair-logs-")
