@@ -4,6 +4,7 @@
 
 mod api;
 mod carrier;
+mod connections;
 mod consumer;
 mod crashes;
 mod dispatcher;
@@ -12,6 +13,9 @@ mod kills;
 mod notices;
 mod operations;
 mod outages;
+mod permissions;
 mod projection;
 mod relay;
+mod roles;
 mod support;
+mod webhook;

@@ -7,7 +7,6 @@ use async_nats::jetstream::kv;
 use e2e::{
     api::Api,
     find::root,
-    nats_server::NatsServer,
     process::tail,
     services::{Kind, build},
     wait::eventually,
@@ -154,26 +153,6 @@ async fn a_wrong_setting_stops_the_start_with_one_line_and_without_its_value() {
     }
 }
 
-/// async-nats reads them nowhere; the services have to.
-#[tokio::test]
-async fn user_and_password_may_stand_in_the_url() {
-    let world = World::new().await.unwrap();
-    let guarded = NatsServer::start_with(&["--user", "pair", "--pass", "p@ss/word"]).await.unwrap();
-    let address = guarded.address();
-    let start = async |who: &str| {
-        let plan = world.plan_with(Kind::Orders, &format!("nats://{who}@{address}")).unwrap();
-        let service = plan.start().await.unwrap();
-        let api = Api::new(service.url());
-        (service, api)
-    };
-    let (_right, api) = start("pair:p%40ss%2Fword").await;
-    check_is(&api, "nats", "ok").await;
-    let (wrong, api) = start("pair:hunter2").await;
-    logged(&wrong, "authorization violation").await;
-    assert_eq!(api.get("/readyz").await.unwrap().body["checks"]["nats"], "failing");
-    assert!(!wrong.log().contains("hunter2"), "{}", wrong.log());
-}
-
 #[tokio::test]
 async fn a_second_signal_aborts_the_drain() {
     let world = World::new().await.unwrap();
@@ -234,6 +213,11 @@ fn both_services_have_the_same_outbox_and_dead_letters() {
     let read = |path: &str| fs::read_to_string(root().join("migrations").join(path)).unwrap();
     assert_eq!(read("orders/0002_outbox.sql"), read("fulfillment/0003_outbox.sql"));
     assert_eq!(read("orders/0003_dead_letters.sql"), read("fulfillment/0004_dead_letters.sql"));
+    let (orders, fulfillment) = ("0004_migrations_are_setups", "0006_migrations_are_setups");
+    assert_eq!(
+        read(&format!("orders/{orders}.sql")),
+        read(&format!("fulfillment/{fulfillment}.sql"))
+    );
 }
 
 /// `cargo dev up` is killed with -9, so nothing of it can clean up; the shells that hold its
