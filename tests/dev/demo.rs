@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use e2e::{
-    api::Api,
+    api::{Api, confirmation},
     find::{find_nats, find_postgres},
     ledger::Ledger,
     outside::{Outside, Reply},
@@ -39,6 +39,9 @@ const NEW_ID: usize = 2;
 /// The order for which the carrier's first answer comes too late, and how late.
 const LATE: &str = "calm-0";
 const TOO_LATE: Duration = Duration::from_secs(8);
+
+/// What the payment provider signs with.
+const SECRET: &str = "whsec_Zm9yLWRldmVsb3BtZW50LW9ubHktbm90LXNlY3JldA==";
 
 const AMOUNT: i64 = 1999;
 const LIMIT: Duration = Duration::from_secs(60);
@@ -75,7 +78,7 @@ struct Stage<'a> {
 
 async fn story(show: &Timeline, world: &World) -> anyhow::Result<()> {
     let proxy = Proxy::start(world.nats.address()).await?;
-    let orders = world.plan_through(Kind::Orders, &proxy)?;
+    let orders = world.plan_through(Kind::Orders, &proxy)?.with("PAYMENT_WEBHOOK_SECRET", SECRET);
     let (carrier, receiver) = (Outside::start().await?, Outside::start().await?);
     carrier.behave(|call| match (call.body["orderId"].as_str(), call.attempt) {
         (Some(LATE), 1) => Reply::Late(TOO_LATE),
@@ -91,7 +94,7 @@ async fn story(show: &Timeline, world: &World) -> anyhow::Result<()> {
     show.line("setup", "two databases migrated; streams, consumers and the bucket are as wanted");
     let orders = orders.start().await?;
     let mut fulfillment = fulfillment.start().await?;
-    let api = Api::new(orders.url());
+    let api = Api::signing(orders.url(), SECRET);
     for api in [&api, &Api::new(fulfillment.url())] {
         eventually("the service is ready", LIMIT, async || api.ready().await).await?;
     }
@@ -159,6 +162,9 @@ impl Stage<'_> {
         self.show.chapter("2. Payments, some of them confirmed twice");
         self.api.place(LATE, AMOUNT).await?;
         self.show_order("pending").await?;
+        let unsigned = self.api.post("/payments", &confirmation("tx-forged", LATE, AMOUNT)).await?;
+        ensure!(unsigned.status == 401, "{}", unsigned.body);
+        self.show.line("orders", "a confirmation without a signature answered 401");
         let (new, again) = self.confirm("calm", CALM, TWICE).await?;
         self.show.line(
             "provider",

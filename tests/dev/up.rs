@@ -19,13 +19,19 @@ pub(crate) async fn run(env_file: &Path) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut world = World::bare().await?;
     let mut services = Vec::new();
-    let outside = |name: &'static str| Some((name, std::env::var(name).ok()?));
-    let outside: Vec<_> = ["CARRIER_URL", "NOTIFY_URL"].into_iter().filter_map(outside).collect();
+    let given = |name: &'static str| Some((name, std::env::var(name).ok()?));
+    let outside: Vec<_> = ["CARRIER_URL", "NOTIFY_URL"].into_iter().filter_map(given).collect();
+    let secret = given("PAYMENT_WEBHOOK_SECRET");
     for (kind, port) in [(Kind::Orders, 8080), (Kind::Fulfillment, 8081)] {
         let mut plan = world.plan(kind)?;
-        if kind == Kind::Fulfillment {
-            plan = outside.iter().fold(plan, |plan, (name, url)| plan.with(name, url));
-        }
+        plan = match kind {
+            Kind::Orders => {
+                secret.iter().fold(plan, |plan, (name, secret)| plan.with(name, secret))
+            }
+            Kind::Fulfillment => {
+                outside.iter().fold(plan, |plan, (name, url)| plan.with(name, url))
+            }
+        };
         plan.port = free_port_or(port)?;
         anyhow::ensure!(
             plan.run("setup").await? == 0,
@@ -42,6 +48,12 @@ pub(crate) async fn run(env_file: &Path) -> anyhow::Result<()> {
     println!("fulfillment-service  {}   (GET /readyz)", services[1].url());
     if outside.is_empty() {
         println!("outside              a carrier in a sandbox; notices are logged");
+    }
+    match &secret {
+        Some((name, _)) => println!("confirmations        must be signed with {name}"),
+        None => {
+            println!("confirmations        need no signature; PAYMENT_WEBHOOK_SECRET is not set")
+        }
     }
     for (name, _) in &outside {
         println!("outside              as given in {name}");
