@@ -1,6 +1,7 @@
 //! `cargo dev …`: everything a developer of this project does, with no other tool installed.
 
 mod check;
+mod compose;
 mod demo;
 mod show;
 mod up;
@@ -41,6 +42,11 @@ enum Command {
         #[arg(long)]
         no_tests: bool,
     },
+    /// Builds the images, runs the pair in containers with each set of compose files, and breaks it
+    Compose {
+        /// Which of them; all if none is named
+        scenarios: Vec<compose::Scenario>,
+    },
     /// Refreshes the committed query cache; needs no sqlx-cli
     Sqlx,
 }
@@ -53,6 +59,7 @@ async fn main() -> ExitCode {
         // As they were given: clap takes a leading `--` for itself.
         Command::Test { .. } => check::test(std::env::args_os().skip(2)),
         Command::Check { no_tests } => check::all(no_tests).await,
+        Command::Compose { scenarios } => compose::run(&scenarios).await,
         Command::Sqlx => check::refresh_queries().await,
     };
     match done {

@@ -3,6 +3,7 @@
 
 pub mod api;
 pub mod broker;
+pub mod compose;
 pub mod contract;
 pub mod find;
 pub mod ledger;
