@@ -8,13 +8,12 @@ use e2e::{
     nats_server::NatsServer,
     process::tail,
     services::{Kind, Service, build},
-    wait::eventually,
     world::World,
 };
 
 use tokio::time::timeout;
 
-use crate::support::{AMOUNT, LIMIT, check_is, logged, ready};
+use crate::support::{AMOUNT, LIMIT, check_is, logged, published, ready};
 
 async fn orders_with(world: &World, settings: &[(&str, &str)]) -> (Service, Api) {
     let plan = world.plan(Kind::Orders).unwrap();
@@ -102,16 +101,7 @@ async fn tls_works_with_the_private_ca_and_no_other() {
     ready(&api).await;
     api.place("A-1", AMOUNT).await.unwrap();
     assert_eq!(api.confirm("tx-1", "A-1", AMOUNT).await.unwrap().status, 201);
-    eventually("the event is published", LIMIT, async || {
-        let published: i64 =
-            sqlx::query_scalar("select count(*) from outbox where published_at is not null")
-                .fetch_one(&world.orders)
-                .await?;
-        anyhow::ensure!(published == 1, "not yet");
-        Ok(())
-    })
-    .await
-    .unwrap();
+    published(&world).await;
 }
 
 /// Whoever names a CA does not talk in the clear.

@@ -21,9 +21,7 @@ use tokio::{
 };
 use uuid::Uuid;
 
-use crate::support::{
-    AMOUNT, LIMIT, UNPUBLISHED, announce, bytes, check_is, number, pay, ready, report,
-};
+use crate::support::{AMOUNT, LIMIT, announce, bytes, check_is, pay, published, ready, report};
 
 /// One permission of `deploy/nats/nats.conf`.
 #[derive(Debug, Clone)]
@@ -446,10 +444,5 @@ async fn a_wrong_password_and_a_missing_permission_are_told_and_mended_without_a
     sqlx::query("alter role orders password 'orders'").execute(&world.orders).await.unwrap();
     ready(&api).await;
     assert_eq!(orders.pid(), pid);
-    let unpublished = eventually("all is published", LIMIT, async || {
-        let waiting = number(&world.orders, UNPUBLISHED).await;
-        ensure!(waiting == 0, "{waiting}");
-        Ok(())
-    });
-    unpublished.await.unwrap();
+    published(&world).await;
 }

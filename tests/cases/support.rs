@@ -135,6 +135,17 @@ pub(crate) async fn number(pool: &PgPool, query: &'static str) -> i64 {
     sqlx::query_scalar(query).fetch_one(pool).await.unwrap()
 }
 
+/// Waits until no event of orders-service waits in its outbox.
+pub(crate) async fn published(world: &World) {
+    eventually("everything is published", LIMIT, async || {
+        let waiting = number(&world.orders, UNPUBLISHED).await;
+        anyhow::ensure!(waiting == 0, "{waiting} rows wait");
+        Ok(())
+    })
+    .await
+    .unwrap();
+}
+
 /// Waits until the durable has nothing left to do.
 pub(crate) async fn consumed(world: &World) {
     eventually("everything is consumed", LIMIT, async || {
