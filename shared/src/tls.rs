@@ -4,7 +4,8 @@ use std::{path::Path, sync::Arc};
 
 use anyhow::{Context as _, ensure};
 use rustls::{
-    ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
+    ClientConfig, ConfigBuilder, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
+    WantsVerifier,
     client::{
         WebPkiServerVerifier,
         danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
@@ -19,16 +20,18 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
+fn builder() -> anyhow::Result<ConfigBuilder<ClientConfig, WantsVerifier>> {
+    ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()
+        .context("the TLS provider lacks what TLS needs")
+}
+
 /// Trusts Mozilla's root certificates: those of the machine are missing in a slim container.
 ///
 /// # Errors
 /// When TLS cannot be set up.
 pub fn client() -> anyhow::Result<ClientConfig> {
-    Ok(ClientConfig::builder_with_provider(provider())
-        .with_safe_default_protocol_versions()
-        .context("the TLS provider lacks what TLS needs")?
-        .with_root_certificates(roots(None)?)
-        .with_no_client_auth())
+    Ok(builder()?.with_root_certificates(roots(None)?).with_no_client_auth())
 }
 
 /// Trusts the certificates in the PEM file `ca` and no others, or, without it, like [`client`]. Calls
@@ -44,9 +47,7 @@ pub fn telling_client(
     let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider())
         .build()
         .context("the certificates cannot be used")?;
-    Ok(ClientConfig::builder_with_provider(provider())
-        .with_safe_default_protocol_versions()
-        .context("the TLS provider lacks what TLS needs")?
+    Ok(builder()?
         // What is dangerous is a verifier that leaves something out. This one leaves it all to
         // rustls' own.
         .dangerous()

@@ -10,7 +10,6 @@ use e2e::{
     services::{Kind, Service, build},
     world::World,
 };
-
 use tokio::time::timeout;
 
 use crate::support::{AMOUNT, LIMIT, check_is, logged, published, ready};
@@ -48,9 +47,8 @@ async fn a_service_logs_in_by_nkey_and_by_credentials() {
         let guarded = NatsServer::start_with(&["--config", &fixture(config)]).await.unwrap();
         let (_stranger, api) = orders_with(&world, &[("NATS_URL", &guarded.url())]).await;
         check_is(&api, "nats", "failing").await;
-        let settings = [("NATS_URL", guarded.url()), (setting, fixture(file))];
-        let settings = settings.each_ref().map(|(name, value)| (*name, value.as_str()));
-        let (service, api) = orders_with(&world, &settings).await;
+        let (url, file) = (guarded.url(), fixture(file));
+        let (service, api) = orders_with(&world, &[("NATS_URL", &url), (setting, &file)]).await;
         check_is(&api, "nats", "ok").await;
         assert_eq!(service.plan.run("setup").await.unwrap(), 0, "{}", tail(&service.plan.log()));
         ready(&api).await;

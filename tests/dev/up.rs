@@ -19,19 +19,18 @@ pub(crate) async fn run(env_file: &Path) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut world = World::bare().await?;
     let mut services = Vec::new();
-    let given = |name: &'static str| Some((name, std::env::var(name).ok()?));
-    let outside: Vec<_> = ["CARRIER_URL", "NOTIFY_URL"].into_iter().filter_map(given).collect();
-    let secret = given("PAYMENT_WEBHOOK_SECRET");
+    let given = |names: &[&'static str]| -> Vec<(&'static str, String)> {
+        names.iter().filter_map(|name| Some((*name, std::env::var(name).ok()?))).collect()
+    };
+    let (secret, outside) =
+        (given(&["PAYMENT_WEBHOOK_SECRET"]), given(&["CARRIER_URL", "NOTIFY_URL"]));
     for (kind, port) in [(Kind::Orders, 8080), (Kind::Fulfillment, 8081)] {
         let mut plan = world.plan(kind)?;
-        plan = match kind {
-            Kind::Orders => {
-                secret.iter().fold(plan, |plan, (name, secret)| plan.with(name, secret))
-            }
-            Kind::Fulfillment => {
-                outside.iter().fold(plan, |plan, (name, url)| plan.with(name, url))
-            }
+        let settings = match kind {
+            Kind::Orders => &secret,
+            Kind::Fulfillment => &outside,
         };
+        plan = settings.iter().fold(plan, |plan, (name, value)| plan.with(name, value));
         plan.port = free_port_or(port)?;
         anyhow::ensure!(
             plan.run("setup").await? == 0,
@@ -49,7 +48,7 @@ pub(crate) async fn run(env_file: &Path) -> anyhow::Result<()> {
     if outside.is_empty() {
         println!("outside              a carrier in a sandbox; notices are logged");
     }
-    match &secret {
+    match secret.first() {
         Some((name, _)) => println!("confirmations        must be signed with {name}"),
         None => {
             println!("confirmations        need no signature; PAYMENT_WEBHOOK_SECRET is not set")

@@ -105,14 +105,7 @@ impl Project {
 
     /// Runs compose and returns what it printed.
     pub async fn output(&self, arguments: &[&str]) -> anyhow::Result<String> {
-        let output = self.command(arguments).output().await.context("cannot run compose")?;
-        ensure!(
-            output.status.success(),
-            "compose {}: {}",
-            arguments.join(" "),
-            String::from_utf8_lossy(&output.stderr)
-        );
-        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        printed(self.command(arguments), &format!("compose {}", arguments.join(" "))).await
     }
 
     /// Builds the images.
@@ -154,7 +147,7 @@ impl Project {
 
     /// All containers, running or not.
     pub async fn containers(&self) -> anyhow::Result<Vec<Container>> {
-        let ids = self.left("ps", &["--all"]).await?;
+        let ids = self.ours("ps", &["--all"]).await?;
         if ids.is_empty() {
             return Ok(Vec::new());
         }
@@ -197,16 +190,17 @@ impl Project {
     pub async fn down(&self) -> anyhow::Result<()> {
         self.run(&["down", "--volumes", "--remove-orphans"]).await?;
         for (kind, further) in [("ps", &["--all"][..]), ("volume ls", &[]), ("network ls", &[])] {
-            let left = self.left(kind, further).await?;
+            let left = self.ours(kind, further).await?;
             ensure!(left.is_empty(), "{kind}: {} are left behind", left.len());
         }
         Ok(())
     }
 
-    async fn left(&self, kind: &str, further: &[&str]) -> anyhow::Result<Vec<String>> {
-        let ours = format!("label=com.docker.compose.project={}", self.name);
+    /// The ids of all there is of this project, of one kind.
+    async fn ours(&self, kind: &str, further: &[&str]) -> anyhow::Result<Vec<String>> {
+        let label = format!("label=com.docker.compose.project={}", self.name);
         let mut arguments: Vec<&str> = kind.split(' ').collect();
-        arguments.extend(["--quiet", "--filter", &ours]);
+        arguments.extend(["--quiet", "--filter", &label]);
         arguments.extend(further);
         Ok(docker(&arguments).await?.lines().map(str::to_owned).collect())
     }
@@ -214,13 +208,14 @@ impl Project {
 
 /// Runs docker and returns what it printed.
 pub async fn docker(arguments: &[&str]) -> anyhow::Result<String> {
-    let output =
-        Command::new("docker").args(arguments).output().await.context("cannot run docker")?;
-    ensure!(
-        output.status.success(),
-        "docker {}: {}",
-        arguments.join(" "),
-        String::from_utf8_lossy(&output.stderr)
-    );
+    let mut command = Command::new("docker");
+    command.args(arguments);
+    printed(command, &format!("docker {}", arguments.join(" "))).await
+}
+
+async fn printed(mut command: Command, what: &str) -> anyhow::Result<String> {
+    let output = command.output().await.with_context(|| format!("cannot run {what}"))?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{what}: {error}");
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
