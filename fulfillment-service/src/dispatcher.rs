@@ -22,9 +22,15 @@ use std::{
 
 use anyhow::Context as _;
 use futures_util::{FutureExt as _, future::join_all};
+use serde::Deserialize;
 use shared::{
-    backoff, database,
-    dead_letters::{self, Letter, Reason},
+    backoff,
+    commands::{dead_letters::Replayed, operator},
+    database,
+    dead_letters::{
+        self, Letter, Reason,
+        settle::{self, Kept},
+    },
     events::{Event, OrderDispatched, PAYMENT_CONFIRMED_SUBJECT},
     lifecycle::Health,
     outbox,
@@ -39,6 +45,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
+use uuid::Uuid;
 
 use crate::{
     breaker::{CircuitBreaker, PAUSE_CAP},
@@ -46,6 +53,9 @@ use crate::{
     carrier::Carrier,
     dispatches::{self, Taken},
 };
+
+/// Who gives up on a refused parcel, in the dead letters.
+pub const NAME: &str = "dispatcher";
 
 /// Calls at the same time.
 pub const LANES: usize = 16;
@@ -241,7 +251,7 @@ impl<C: Carrier> Dispatcher<C> {
             return Ok(self.too_late(taken));
         }
         let letter = Letter {
-            consumer: "dispatcher",
+            consumer: NAME,
             stream: topology::ORDERS,
             stream_seq: taken.stream_seq.unwrap_or_default().cast_unsigned(),
             subject: PAYMENT_CONFIRMED_SUBJECT,
@@ -281,4 +291,41 @@ impl<C: Carrier> Dispatcher<C> {
         );
         Outcome::Superseded
     }
+}
+
+/// Replays a dead letter of ours: the carrier is asked again, under the same key, by any dispatcher.
+/// If it refuses again, there will be another letter.
+pub async fn request_again(
+    pool: &PgPool,
+    letter: &Kept,
+    dry_run: bool,
+) -> anyhow::Result<Replayed> {
+    let parcel: Key = match serde_json::from_slice(&letter.origin.message.payload) {
+        Ok(parcel) => parcel,
+        Err(error) => {
+            let error = format!("this is no parcel: {error}");
+            return Ok(Replayed::Failed { reason: None, error });
+        }
+    };
+    if dry_run {
+        return Ok(Replayed::Readable);
+    }
+    // **One transaction**: a refusal that comes at once must find the letter settled.
+    let mut tx = database::begin(pool).await?;
+    let how = if dispatches::request_again(&mut tx, parcel.dispatch_id).await? {
+        "the carrier is asked again"
+    } else {
+        "the dispatch is not refused any more"
+    };
+    let resolution = format!("replayed: {how}");
+    settle::resolve(&mut tx, letter.dead_letter_id, &resolution, &operator()).await?;
+    tx.commit().await?;
+    Ok(Replayed::Settled(how.to_owned()))
+}
+
+/// What names a parcel.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Key {
+    dispatch_id: Uuid,
 }

@@ -228,3 +228,13 @@ pub async fn postpone(
     );
     Ok(postponed.execute(pool).await?.rows_affected() == 1)
 }
+
+/// Has a dispatch that the carrier refused asked for again. False if it is not refused, or not there.
+pub async fn request_again(tx: &mut PgConnection, dispatch_id: Uuid) -> sqlx::Result<bool> {
+    let requested = sqlx::query!(
+        "update dispatches set status = 'requested', due_at = now()
+         where dispatch_id = $1 and status = 'failed'",
+        dispatch_id,
+    );
+    Ok(requested.execute(tx).await?.rows_affected() == 1)
+}

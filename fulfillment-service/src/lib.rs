@@ -19,10 +19,15 @@ use std::{process::ExitCode, sync::Arc};
 use anyhow::Context as _;
 use axum::{Router, extract::State, response::Response, routing::get};
 use shared::{
-    claim::Claims,
-    config::Run,
+    commands::{
+        self,
+        dead_letters::{Replayed, replay},
+    },
+    config::{Common, Run},
     consumer::Consumer,
-    database, http,
+    database,
+    dead_letters::settle::Kept,
+    http,
     lifecycle::{Health, Lifecycle},
     nats::{self, Nats},
     relay::Relay,
@@ -34,7 +39,7 @@ use tower_http::catch_panic::CatchPanicLayer;
 use tracing::warn;
 
 use crate::{
-    call::Caller,
+    call::Endpoint,
     carrier::{HttpCarrier, SandboxCarrier},
     config::Config,
     dispatcher::{Dispatcher, Wakers},
@@ -48,9 +53,12 @@ pub static MIGRATOR: Migrator = sqlx::migrate!("../migrations/fulfillment");
 /// The durable that brings the payments.
 pub const CONSUMER: &str = "fulfillment";
 
+/// Who it is to NATS.
+const USER: &str = "fulfillment";
+
 /// Runs the chosen subcommand.
-pub async fn run(config: Config) -> anyhow::Result<ExitCode> {
-    match config.run.unwrap_or(Run::Serve) {
+pub async fn run(mut config: Config) -> anyhow::Result<ExitCode> {
+    match config.run.take().unwrap_or(Run::Serve) {
         Run::Serve => serve(config).await,
         Run::Setup => {
             setup::run(config.common, &MIGRATOR, "fulfillment-service").await?;
@@ -60,7 +68,30 @@ pub async fn run(config: Config) -> anyhow::Result<ExitCode> {
             http::healthcheck(shared::config::local(config.http_addr)).await?;
             Ok(ExitCode::SUCCESS)
         }
+        Run::Outbox(command) => {
+            commands::outbox::run(command, config.common, USER, topology::FULFILLMENT).await
+        }
+        Run::DeadLetters(command) => dead_letters(command, config.common, config.notify_url).await,
     }
+}
+
+async fn dead_letters(
+    command: commands::dead_letters::Command,
+    common: Common,
+    notify_url: Option<Endpoint>,
+) -> anyhow::Result<ExitCode> {
+    let pool = database::pool(common.database_url, 2, "fulfillment-operator");
+    // Connects in the background; only notices need it.
+    let nats = nats::connect(&common.nats, USER, "fulfillment-operator").await?;
+    let intake = Intake { pool: pool.clone(), dispatcher_waker: Arc::default() };
+    let notifier = Notifier::new(pool.clone(), nats, notify_url)?;
+    let replay = async |letter: &Kept, dry_run| match letter.origin.consumer.as_str() {
+        CONSUMER => replay(&intake, letter, dry_run).await,
+        notifier::CONSUMER => replay(&notifier, letter, dry_run).await,
+        dispatcher::NAME => dispatcher::request_again(&pool, letter, dry_run).await,
+        _ => Ok(Replayed::unknown(letter)),
+    };
+    commands::dead_letters::run(command, &pool, replay).await
 }
 
 async fn serve(config: Config) -> anyhow::Result<ExitCode> {
@@ -68,7 +99,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let lifecycle = Lifecycle::new();
     let name = format!("fulfillment-service-{}", *telemetry::INSTANCE);
     let pool = database::pool(common.database_url, common.database_max_connections, &name);
-    let nats = nats::connect(&common.nats, "fulfillment", &name).await?;
+    let nats = nats::connect(&common.nats, USER, &name).await?;
     let listener = TcpListener::bind(config.http_addr)
         .await
         .with_context(|| format!("cannot listen on {}; check HTTP_ADDR", config.http_addr))?;
@@ -101,11 +132,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
         durable: notifier::CONSUMER,
         batch: notifier::BATCH.min(common.consumer_batch as usize),
         max_deliveries: common.consumer_max_deliveries.into(),
-        handler: Notifier {
-            claims: Claims::new(nats.clone(), topology::NOTICES),
-            receiver: config.notify_url.map(Caller::new).transpose()?,
-            pool: pool.clone(),
-        },
+        handler: Notifier::new(pool.clone(), nats.clone(), config.notify_url)?,
         health: healths.notifications.clone(),
     };
     lifecycle.worker("the consumer", intake.run(lifecycle.stop()));

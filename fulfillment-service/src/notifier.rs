@@ -13,13 +13,14 @@ use shared::{
     dead_letters::{self, Reason},
     events::{ORDER_DISPATCHED, OrderDispatched},
     handler::{Delivery, Duplicate, Handler, Verdict},
+    nats::Nats,
     telemetry::Causes,
     topology,
 };
 use sqlx::PgPool;
 use tracing::{info, warn};
 
-use crate::call::{CALL_LIMIT, CallError, Caller};
+use crate::call::{CALL_LIMIT, CallError, Caller, Endpoint};
 
 /// The durable that brings what was dispatched.
 pub const CONSUMER: &str = "notifications";
@@ -73,6 +74,12 @@ fn is_away(error: &anyhow::Error) -> bool {
 }
 
 impl Notifier {
+    /// One that tells `receiver`, or the log.
+    pub fn new(pool: PgPool, nats: Nats, receiver: Option<Endpoint>) -> anyhow::Result<Self> {
+        let claims = Claims::new(nats, topology::NOTICES);
+        Ok(Self { claims, receiver: receiver.map(Caller::new).transpose()?, pool })
+    }
+
     async fn notify(&self, delivery: &Delivery<OrderDispatched>) -> anyhow::Result<Verdict> {
         let order_id = &delivery.event.data.order_id;
         let claim = match self.claims.claim(order_id.as_str(), LEASE).await? {

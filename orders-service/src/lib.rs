@@ -16,9 +16,12 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use shared::{
-    config::Run,
+    commands::{self, dead_letters::Replayed},
+    config::{Common, Run},
     consumer::Consumer,
-    database, http as shared_http,
+    database,
+    dead_letters::settle::Kept,
+    http as shared_http,
     lifecycle::{Health, Lifecycle},
     nats,
     relay::Relay,
@@ -33,9 +36,12 @@ use crate::{config::Config, projection::Projection};
 /// The schema of this service's database.
 pub static MIGRATOR: Migrator = sqlx::migrate!("../migrations/orders");
 
+/// Who it is to NATS.
+const USER: &str = "orders";
+
 /// Runs the chosen subcommand.
-pub async fn run(config: Config) -> anyhow::Result<ExitCode> {
-    match config.run.unwrap_or(Run::Serve) {
+pub async fn run(mut config: Config) -> anyhow::Result<ExitCode> {
+    match config.run.take().unwrap_or(Run::Serve) {
         Run::Serve => serve(config).await,
         Run::Setup => {
             setup::run(config.common, &MIGRATOR, "orders-service").await?;
@@ -45,7 +51,24 @@ pub async fn run(config: Config) -> anyhow::Result<ExitCode> {
             shared_http::healthcheck(shared::config::local(config.http_addr)).await?;
             Ok(ExitCode::SUCCESS)
         }
+        Run::Outbox(command) => {
+            commands::outbox::run(command, config.common, USER, topology::ORDERS).await
+        }
+        Run::DeadLetters(command) => dead_letters(command, config.common).await,
     }
+}
+
+async fn dead_letters(
+    command: commands::dead_letters::Command,
+    common: Common,
+) -> anyhow::Result<ExitCode> {
+    let pool = database::pool(common.database_url, 2, "orders-operator");
+    let projection = Projection { pool: pool.clone() };
+    let replay = async |letter: &Kept, dry_run| match letter.origin.consumer.as_str() {
+        projection::CONSUMER => commands::dead_letters::replay(&projection, letter, dry_run).await,
+        _ => Ok(Replayed::unknown(letter)),
+    };
+    commands::dead_letters::run(command, &pool, replay).await
 }
 
 async fn serve(config: Config) -> anyhow::Result<ExitCode> {
@@ -53,7 +76,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let lifecycle = Lifecycle::new();
     let name = format!("orders-service-{}", *telemetry::INSTANCE);
     let pool = database::pool(common.database_url, common.database_max_connections, &name);
-    let nats = nats::connect(&common.nats, "orders", &name).await?;
+    let nats = nats::connect(&common.nats, USER, &name).await?;
     let listener = TcpListener::bind(config.http_addr)
         .await
         .with_context(|| format!("cannot listen on {}; check HTTP_ADDR", config.http_addr))?;

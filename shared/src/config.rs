@@ -13,7 +13,7 @@ use clap::{
 
 use tracing_subscriber::EnvFilter;
 
-use crate::{database::DatabaseUrl, login::Settings, telemetry::LogFormat};
+use crate::{commands, database::DatabaseUrl, login::Settings, telemetry::LogFormat};
 
 /// Settings of either service.
 #[derive(Debug, Clone, Args)]
@@ -64,7 +64,7 @@ pub struct Common {
 }
 
 /// The subcommands both services have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Subcommand)]
+#[derive(Debug, Clone, clap::Subcommand)]
 pub enum Run {
     /// HTTP and workers until SIGINT or SIGTERM; a second signal aborts (the default)
     Serve,
@@ -72,6 +72,12 @@ pub enum Run {
     Setup,
     /// Ask this service's own /readyz; exit code 0 when it is ready
     Healthcheck,
+    /// Look into this service's outbox, and publish again what the broker lost
+    #[command(subcommand)]
+    Outbox(commands::outbox::Command),
+    /// Look into this service's dead letters, and try again or discard them
+    #[command(subcommand)]
+    DeadLetters(commands::dead_letters::Command),
 }
 
 /// Reads flags, environment and files, or ends the process with one line (exit code 2).
@@ -162,8 +168,11 @@ fn explain(error: &clap::Error, command: &Command) -> String {
     let long = flag.trim_start_matches("--").split([' ', '=']).next();
     let Some(arg) = command.get_arguments().find(|arg| arg.get_long() == long && long.is_some())
     else {
-        // An unknown flag or subcommand: nothing secret, and clap says it well.
-        return error.to_string().lines().next().unwrap_or_default().to_owned();
+        // An unknown flag or subcommand, or one of a subcommand's own: nothing secret, and clap says it
+        // well, in its first paragraph.
+        let text = error.to_string();
+        let paragraph = text.lines().take_while(|line| !line.is_empty()).map(str::trim);
+        return paragraph.collect::<Vec<_>>().join(" ");
     };
     let problem = match (error.kind(), error.source()) {
         (ErrorKind::MissingRequiredArgument, _) => "is not set".to_owned(),

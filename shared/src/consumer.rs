@@ -6,11 +6,11 @@
 //! effect is applied once however often it is asked (inbox, business key), because redelivery is
 //! normal: after a crash, a lost ack, a slow batch.
 
-use std::{panic::AssertUnwindSafe, time::Duration};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use async_nats::jetstream::{AckKind, Message, consumer::PullConsumer};
-use futures_util::{FutureExt as _, StreamExt as _, future::join_all};
+use futures_util::{StreamExt as _, future::join_all};
 use sqlx::PgPool;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
@@ -20,7 +20,7 @@ use crate::{
     backoff, database,
     dead_letters::{self, Origin, Reason},
     events,
-    handler::{Delivery, Handler, Verdict},
+    handler::{self, Delivery, Handler, Verdict},
     lifecycle::Health,
     nats::Nats,
     telemetry::Causes,
@@ -218,13 +218,7 @@ impl<H: Handler> Consumer<H> {
         deliveries: &[Delivery<H::Data>],
         stop: &CancellationToken,
     ) -> Option<anyhow::Result<Vec<Verdict>>> {
-        let handle = || async {
-            // A panic is a failure like any other: its transaction is rolled back, and the message
-            // that causes it ends in the dead letters, not the process.
-            let handled = AssertUnwindSafe(self.handler.handle(deliveries)).catch_unwind().await;
-            handled.unwrap_or_else(|_| Err(anyhow::anyhow!("the handler panicked")))
-        };
-        self.through_outages(handle, stop).await
+        self.through_outages(|| handler::guarded(&self.handler, deliveries), stop).await
     }
 
     /// Keeps a message that never reaches the handler. None: told to stop before it was kept.

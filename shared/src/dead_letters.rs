@@ -4,7 +4,10 @@
 //! between stores it once (unique by stream sequence). Without it a poison message is redelivered
 //! for ever, or is gone.
 
-use async_nats::{HeaderMap, jetstream::Message};
+pub mod settle;
+
+use async_nats::{HeaderMap, Message, jetstream};
+use clap::ValueEnum;
 use serde_json::{Map, Value};
 use sqlx::PgConnection;
 use uuid::Uuid;
@@ -12,7 +15,8 @@ use uuid::Uuid;
 use crate::{database::storable, events::DecodeError};
 
 /// Why a message was given up. The names are those of the column.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, ValueEnum)]
+#[value(rename_all = "snake_case")]
 pub enum Reason {
     /// The body is no event of a shape we can read.
     Undecodable,
@@ -59,12 +63,20 @@ impl std::fmt::Display for Reason {
 /// can have a message terminated that is kept nowhere.
 #[derive(Debug)]
 #[must_use = "a stored message still has to be terminated"]
-pub struct Stored(Reason);
+pub struct Stored {
+    reason: Reason,
+    error: String,
+}
 
 impl Stored {
     /// Why it was given up.
     pub fn reason(&self) -> Reason {
-        self.0
+        self.reason
+    }
+
+    /// The same, in detail.
+    pub fn error(&self) -> &str {
+        &self.error
     }
 }
 
@@ -79,21 +91,22 @@ pub struct Origin {
     pub stream_seq: u64,
     /// Counts from 1. May restart lower when a broker crashed: a hint, not an account.
     pub deliveries: i64,
-    /// The broker's message, with its bytes, headers and reply subject.
+    /// The message itself, with its bytes, headers and reply subject. A dead letter that is tried again
+    /// has nobody to reply to.
     pub message: Message,
 }
 
 impl Origin {
     /// Reads the delivery's place from its reply subject. None for a message that did not come from
     /// a JetStream consumer.
-    pub fn of(message: Message) -> Option<Self> {
+    pub fn of(message: jetstream::Message) -> Option<Self> {
         let info = message.info().ok()?;
         Some(Self {
             consumer: info.consumer.to_owned(),
             stream: info.stream.to_owned(),
             stream_seq: info.stream_sequence,
             deliveries: info.delivered,
-            message,
+            message: message.message,
         })
     }
 }
@@ -142,7 +155,7 @@ pub async fn store(
     error: &str,
 ) -> sqlx::Result<Stored> {
     keep(tx, &origin.into(), reason, error).await?;
-    Ok(Stored(reason))
+    Ok(Stored { reason, error: error.to_owned() })
 }
 
 /// The same, for something that is not in the hands of a consumer any more.
@@ -155,7 +168,38 @@ pub async fn keep(
     reason: Reason,
     error: &str,
 ) -> sqlx::Result<()> {
-    sqlx::query!(
+    if insert(tx, letter, reason, error).await? {
+        return Ok(());
+    }
+    // Its place is taken, as a rule by itself: delivered again. But streams that are made anew count
+    // from 1 again, and what a person had settled may be refused once more. Then the older letter
+    // steps aside, because neither may be dropped.
+    let stepped_aside = sqlx::query!(
+        "update dead_letters set stream = stream || ' before ' || clock_timestamp()
+         where consumer = $1 and stream = $2 and stream_seq = $3
+           and (resolved_at is not null or body <> $4 or subject <> $5)",
+        letter.consumer,
+        letter.stream,
+        letter.stream_seq.cast_signed(),
+        letter.body,
+        storable(letter.subject),
+    )
+    .execute(&mut *tx)
+    .await?;
+    if stepped_aside.rows_affected() > 0 {
+        insert(tx, letter, reason, error).await?;
+    }
+    Ok(())
+}
+
+/// False when the place is taken.
+async fn insert(
+    tx: &mut PgConnection,
+    letter: &Letter<'_>,
+    reason: Reason,
+    error: &str,
+) -> sqlx::Result<bool> {
+    let inserted = sqlx::query!(
         "insert into dead_letters (dead_letter_id, consumer, stream, stream_seq, subject, reason, error,
                                    headers, body, deliveries)
          values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
@@ -170,10 +214,8 @@ pub async fn keep(
         letter.headers,
         letter.body,
         letter.deliveries,
-    )
-    .execute(tx)
-    .await
-    .map(|_| ())
+    );
+    Ok(inserted.execute(tx).await?.rows_affected() == 1)
 }
 
 fn headers(headers: Option<&HeaderMap>) -> Value {

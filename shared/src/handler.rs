@@ -3,6 +3,9 @@
 //! The types keep a handler honest: there is a verdict for each delivery, and only a message that was
 //! written to the dead letters can be rejected.
 
+use std::panic::AssertUnwindSafe;
+
+use futures_util::FutureExt as _;
 use serde::de::DeserializeOwned;
 
 use crate::{
@@ -79,4 +82,17 @@ pub enum Duplicate {
     State,
     /// A claim: the effect was marked as done.
     Claim,
+}
+
+/// Asks a handler. A panic is a failure like any other: its transaction is rolled back, and the message
+/// that causes it ends in the dead letters, not the process.
+///
+/// # Errors
+/// The handler's.
+pub async fn guarded<H: Handler>(
+    handler: &H,
+    deliveries: &[Delivery<H::Data>],
+) -> anyhow::Result<Vec<Verdict>> {
+    let handled = AssertUnwindSafe(handler.handle(deliveries)).catch_unwind().await;
+    handled.unwrap_or_else(|_| Err(anyhow::anyhow!("the handler panicked")))
 }

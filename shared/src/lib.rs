@@ -6,13 +6,15 @@
 //!
 //! Read in the order an event travels: [`outbox`] (written in the business transaction) →
 //! [`relay`] (publishes, marks) → [`consumer`] (pulls, settles) → [`inbox`] (what is new) →
-//! [`dead_letters`] (what cannot be applied). [`claim`] is for effects that no database holds.
+//! [`dead_letters`] (what cannot be applied). [`audit`] is how a broker that lost data is noticed. [`claim`] is for effects that no database holds.
 //! [`values`] and [`events`] are the vocabulary, [`topology`] the streams and consumers, the rest is
 //! what any service needs.
 #![warn(missing_docs)]
 
+pub mod audit;
 pub mod backoff;
 pub mod claim;
+pub mod commands;
 pub mod config;
 pub mod consumer;
 pub mod database;
@@ -26,7 +28,6 @@ pub mod lifecycle;
 pub mod login;
 pub mod nats;
 pub mod outbox;
-mod publish_error;
 pub mod relay;
 pub mod setup;
 pub mod telemetry;

@@ -4,13 +4,16 @@
 //! sent; what the server denies is told by readiness, because the client only sees a time-out.
 //! Assumes nothing about the server being there: a service starts and takes payments without it.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, bail};
 use async_nats::{
-    Client, Event, RequestError, ServerError,
+    Client, Event, Message, RequestError, ServerError,
     connection::State,
-    jetstream::{self, AckKind, Message},
+    jetstream::{self, AckKind},
 };
 use tokio::{sync::watch, time::timeout};
 use tracing::{info, warn};
@@ -129,6 +132,12 @@ impl Nats {
     /// waits in a queue and goes out long after the caller gave up on it.
     pub fn connected(&self) -> bool {
         self.client.connection_state() == State::Connected
+    }
+
+    /// Counts connections. Another number than before means that the server may have been another one
+    /// in between, or the same without what it had.
+    pub fn connection(&self) -> u64 {
+        self.client.statistics().connects.load(Ordering::Relaxed)
     }
 
     /// Readiness: there is a connection.

@@ -5,8 +5,11 @@
 //! numbered in the order of their commits. Without it a crash between database and broker loses the
 //! event, or announces what never happened.
 
+pub mod inspect;
+
 use serde::Serialize;
 use sqlx::{PgConnection, PgPool, types::Json};
+use time::OffsetDateTime;
 use uuid::Uuid;
 
 use crate::{
@@ -108,7 +111,7 @@ pub async fn pending(pool: &PgPool, limit: i64) -> sqlx::Result<Vec<Row>> {
 }
 
 /// A row the broker has acknowledged, and the place it gave the message.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Published {
     /// Which row.
     pub event_id: EventId,
@@ -116,22 +119,33 @@ pub struct Published {
     pub stream_seq: u64,
 }
 
-/// Marks rows as published. Returns how many were not yet: fewer than given means that another
-/// relay was at work too, which costs duplicates and nothing else.
+/// Marks rows as published, if `holder` still has the lease. Returns how many: fewer than given means
+/// that another relay was at work too, which costs duplicates and nothing else.
 ///
 /// # Errors
 /// When the database cannot be asked. The rows are then published again.
-pub async fn mark_published(pool: &PgPool, published: &[Published]) -> sqlx::Result<u64> {
+pub async fn mark_published(
+    pool: &PgPool,
+    holder: Uuid,
+    published: &[Published],
+) -> sqlx::Result<u64> {
     let event_ids: Vec<Uuid> = published.iter().map(|row| row.event_id.get()).collect();
     let stream_seqs: Vec<i64> = published.iter().map(|row| row.stream_seq.cast_signed()).collect();
     let marked = sqlx::query!(
-        "update outbox
+        "with ours as (
+             -- Whoever has the lease now has looked into the stream after us. If we slept since our
+             -- rows were acknowledged, they may be gone again, and nobody would look for them. The
+             -- lock makes the next holder wait for this statement, and see these rows.
+             select from relay_lease where holder = $3 for share
+         )
+         update outbox
          set published_at = now(), stream_seq = acknowledged.stream_seq, attempts = attempts + 1,
              retry_at = null
-         from unnest($1::uuid[], $2::bigint[]) as acknowledged (event_id, stream_seq)
+         from ours, unnest($1::uuid[], $2::bigint[]) as acknowledged (event_id, stream_seq)
          where outbox.event_id = acknowledged.event_id and outbox.published_at is null",
         &event_ids,
         &stream_seqs,
+        holder,
     )
     .execute(pool)
     .await?;
@@ -171,4 +185,71 @@ pub async fn mark_failed(pool: &PgPool, failed: &[Failed]) -> sqlx::Result<()> {
     .execute(pool)
     .await?;
     Ok(())
+}
+
+/// A published row, and where it was put.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Place {
+    /// Which row.
+    pub event_id: EventId,
+    /// The message's sequence in the stream.
+    pub stream_seq: i64,
+    /// When the row was marked.
+    #[serde(with = "time::serde::rfc3339")]
+    pub published_at: OffsetDateTime,
+}
+
+/// Rows published since `since`, or as long ago as the stream keeps them, from the last one back, or
+/// from before `before`.
+///
+/// # Errors
+/// When the database cannot be asked.
+pub async fn places(
+    pool: &PgPool,
+    since: Option<OffsetDateTime>,
+    before: Option<Place>,
+    limit: i64,
+) -> sqlx::Result<Vec<Place>> {
+    let (published_at, stream_seq) = before.map(|row| (row.published_at, row.stream_seq)).unzip();
+    sqlx::query_as!(
+        Place,
+        r#"select event_id as "event_id: EventId", stream_seq as "stream_seq!",
+                  published_at as "published_at!"
+           from outbox
+           -- Older ones the stream may have let go of. An hour, because the clock is another.
+           where published_at >= coalesce($1, now() - make_interval(secs => $2) + interval '1 hour')
+             and ($3::timestamptz is null or (published_at, stream_seq) < ($3, $4::bigint))
+           order by published_at desc, stream_seq desc
+           limit $5"#,
+        since,
+        topology::MAX_AGE.as_secs_f64(),
+        published_at,
+        stream_seq,
+        limit,
+    )
+    .fetch_all(pool)
+    .await
+}
+
+/// Takes back that rows were published, and says why: they wait again, before everything that is newer.
+/// Returns how many; one that was published anew meanwhile is not among them.
+///
+/// # Errors
+/// When the database cannot be asked.
+pub async fn unpublish(pool: &PgPool, lost: &[Place], why: &str) -> sqlx::Result<u64> {
+    let event_ids: Vec<Uuid> = lost.iter().map(|row| row.event_id.get()).collect();
+    let stream_seqs: Vec<i64> = lost.iter().map(|row| row.stream_seq).collect();
+    let unpublished = sqlx::query!(
+        "update outbox
+         set published_at = null, stream_seq = null, last_error = $3
+         from unnest($1::uuid[], $2::bigint[]) as lost (event_id, stream_seq)
+         where outbox.event_id = lost.event_id and outbox.stream_seq = lost.stream_seq",
+        &event_ids,
+        &stream_seqs,
+        why,
+    )
+    .execute(pool)
+    .await?;
+    Ok(unpublished.rows_affected())
 }

@@ -2,34 +2,21 @@
 //!
 //! Guarantees: a row is marked only after the broker has acknowledged it, so every committed event
 //! is published at least once; events of one aggregate reach the stream in the order of their
-//! commits. Assumes nothing about being alone: the lease ([`crate::lease`]) only saves work. No
-//! transaction is open while the network is waited for.
-//!
-//! Throughput comes from publishing up to a batch at once, order from publishing at most one of an
-//! aggregate at a time: the batch goes out in waves, and an aggregate whose row failed sits out the
-//! rest of them.
+//! commits; what the broker acknowledged and lost is published again, before anything new. Assumes
+//! nothing about being alone: the lease ([`crate::lease`]) only saves work. No transaction is open while
+//! the network is waited for.
 
-use std::{collections::HashSet, sync::Arc, time::Duration};
+mod publish;
 
-use async_nats::{
-    HeaderMap,
-    jetstream::{context::PublishError, message::PublishMessage},
-};
-use futures_util::future::join_all;
+use std::{sync::Arc, time::Duration};
+
 use sqlx::PgPool;
 use tokio::{sync::Notify, time::sleep};
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, error, info, warn};
+use tracing::{debug, info, warn};
 use uuid::Uuid;
 
-use crate::{
-    backoff, events, lease,
-    lifecycle::Health,
-    nats::Nats,
-    outbox::{self, Failed, Published, Row},
-    publish_error::{Failure, classify},
-    telemetry::TRACEPARENT,
-};
+use crate::{audit, backoff, lease, lifecycle::Health, nats::Nats, outbox, telemetry::Causes};
 
 const RETRY_BASE: Duration = Duration::from_millis(100);
 /// Also the longest that a row waits once the broker is well again.
@@ -61,6 +48,8 @@ pub enum Outcome {
         /// To be tried again, or parked.
         failed: usize,
     },
+    /// The stream had lost events. They wait again, and nothing else goes before them.
+    Refilled(u64),
     /// Nothing to publish.
     Idle,
     /// Another relay holds the lease.
@@ -103,6 +92,11 @@ impl Relay {
                 Ok(Outcome::Worked { published, failed }) => {
                     debug!(published, failed, "relayed");
                     failures = 0;
+                    self.health.ok();
+                    continue;
+                }
+                Ok(Outcome::Refilled(lost)) => {
+                    warn!(lost, "{} had lost events; they are published again", self.stream);
                     self.health.ok();
                     continue;
                 }
@@ -150,7 +144,8 @@ impl Relay {
         Ok(())
     }
 
-    /// One unit of work: look, take the lease, publish a batch, mark it.
+    /// One unit of work: look, take the lease, compare the stream with what it has acknowledged, publish
+    /// a batch, mark it.
     ///
     /// # Errors
     /// When the database cannot be asked. Whatever was published and not marked is published again.
@@ -159,23 +154,48 @@ impl Relay {
         if !self.nats.connected() {
             return Ok(Outcome::Disconnected);
         }
+        let connection = self.nats.connection();
         // Looking first, without the lease, is what lets replicas hand over without a poll: a
         // relay that finds the lease taken may go to sleep, because its holder looks once more
         // after giving it back. It also keeps an idle relay from writing.
         if outbox::pending(&self.pool, 1).await?.is_empty() {
-            return Ok(Outcome::Idle);
+            // What a broker has lost may be waited for, even if nothing new ever happens.
+            match self.has_lost().await? {
+                Ok(false) => return Ok(Outcome::Idle),
+                Ok(true) => {}
+                Err(error) => return Ok(stuck(&error)),
+            }
         }
         if !lease::acquire(&self.pool, self.holder).await? {
             return Ok(Outcome::Standby);
         }
+        let outcome = match self.has_lost().await? {
+            Ok(false) => self.relay_batch(connection).await?,
+            Ok(true) => self.refill().await?,
+            Err(error) => stuck(&error),
+        };
+        if matches!(outcome, Outcome::Stuck(_)) {
+            // Perhaps another replica has a better connection.
+            lease::release(&self.pool, self.holder).await?;
+        }
+        Ok(outcome)
+    }
+
+    async fn relay_batch(&self, connection: u64) -> sqlx::Result<Outcome> {
         let limit = self.batch.try_into().unwrap_or(i64::MAX);
         let rows = outbox::pending(&self.pool, limit).await?;
         let drained = rows.len() < self.batch;
-        let sent = self.publish(rows).await;
+        let mut sent = publish::publish(&self.nats, self.stream, rows).await;
         // Crash point 2, after publish and before mark: the rows are published again under the same
         // message ids. The broker drops them inside its window, the inbox beyond it.
+        if self.nats.connection() != connection {
+            // The server came back, perhaps without what it had acknowledged a moment before, and of
+            // rows marked now the next look would see the last one only.
+            info!("connected anew while publishing; what was acknowledged is published again");
+            sent.published.clear();
+        }
         if !sent.published.is_empty() {
-            let marked = outbox::mark_published(&self.pool, &sent.published).await?;
+            let marked = outbox::mark_published(&self.pool, self.holder, &sent.published).await?;
             if marked < sent.published.len() as u64 {
                 info!(marked, published = sent.published.len(), "another relay was at work too");
             }
@@ -183,7 +203,7 @@ impl Relay {
         if !sent.failed.is_empty() {
             outbox::mark_failed(&self.pool, &sent.failed).await?;
         }
-        if drained || sent.stuck.is_some() {
+        if drained {
             lease::release(&self.pool, self.holder).await?;
         }
         Ok(match sent.stuck {
@@ -192,105 +212,35 @@ impl Relay {
         })
     }
 
-    async fn publish(&self, rows: Vec<Row>) -> Sent {
-        let mut sent = Sent::default();
-        let mut waiting = rows;
-        let mut failed_aggregates = HashSet::new();
-        while !waiting.is_empty() {
-            // A wave: the first waiting row of every aggregate.
-            let mut aggregates = HashSet::new();
-            let (wave, rest): (Vec<Row>, Vec<Row>) = waiting
-                .into_iter()
-                .filter(|row| !failed_aggregates.contains(&row.aggregate_id))
-                .partition(|row| aggregates.insert(row.aggregate_id.clone()));
-            waiting = rest;
-            let before = (sent.published.len(), sent.refused);
-            for (row, result) in join_all(wave.into_iter().map(|row| self.publish_one(row))).await {
-                match result {
-                    Ok(stream_seq) => {
-                        sent.published.push(Published { event_id: row.event_id, stream_seq });
-                    }
-                    Err(error) => {
-                        sent.note_failure(&row, &error);
-                        failed_aggregates.insert(row.aggregate_id);
-                    }
-                }
-            }
-            // One row that fails alone is its own problem, and waits alone. Several of which none
-            // arrives are the broker's.
-            let (published, refused) = (sent.published.len() - before.0, sent.refused - before.1);
-            if published == 0 && refused > 1 && sent.stuck.is_none() {
-                sent.stuck = sent.failed.last().map(|row| row.error.clone());
-            }
-            if sent.stuck.is_some() {
-                break;
-            }
-        }
-        sent
+    /// Whether the broker is another one, or went back in time: then it does not have the event that was
+    /// published last.
+    async fn has_lost(&self) -> sqlx::Result<anyhow::Result<bool>> {
+        let last = outbox::places(&self.pool, None, None, 1).await?;
+        let lost = audit::lost(&self.nats, self.stream, &last).await;
+        Ok(lost.map(|lost| !lost.is_empty()))
     }
 
-    #[expect(clippy::disallowed_methods, reason = "the relay is the only publisher")]
-    async fn publish_one(&self, mut row: Row) -> (Row, Result<u64, PublishError>) {
-        let mut headers = HeaderMap::new();
-        headers.insert("content-type", events::CONTENT_TYPE);
-        if let Some(traceparent) = &row.traceparent {
-            headers.insert(TRACEPARENT, traceparent.as_str());
-        }
-        // headers() replaces the whole map, so it comes before those that add to it.
-        let message = PublishMessage::build()
-            .headers(headers)
-            .payload(std::mem::take(&mut row.payload).into())
-            .message_id(row.event_id.to_string())
-            .expected_stream(self.stream);
-        let context = self.nats.jetstream();
-        // Two awaits: the first only hands the message to the client, the second is the broker's
-        // word. `duplicate: true` in it is success, an earlier attempt's.
-        let acknowledged = match context.send_publish(row.subject.clone(), message).await {
-            Ok(sent) => sent.await,
-            Err(error) => Err(error),
-        };
-        let result = acknowledged.map(|ack| {
-            if ack.duplicate {
-                info!(event.id = %row.event_id, "published again; the broker had it already");
+    /// Takes back, from the last one on, that events were published which the stream has lost.
+    async fn refill(&self) -> sqlx::Result<Outcome> {
+        warn!("stream {} has lost events that it had acknowledged", self.stream);
+        let (mut taken_back, mut before) = (0, None);
+        loop {
+            let page = outbox::places(&self.pool, None, before, audit::PAGE.into()).await?;
+            let lost = match audit::lost(&self.nats, self.stream, &page).await {
+                Ok(lost) => lost,
+                Err(error) => return Ok(stuck(&error)),
+            };
+            // Crash point 2b, half way: the next look finds that the last of the rest is lost too.
+            taken_back += outbox::unpublish(&self.pool, &lost, "lost by the stream").await?;
+            // A broker that went back lost everything after some event, and nothing before it.
+            if lost.is_empty() || !lease::acquire(&self.pool, self.holder).await? {
+                return Ok(Outcome::Refilled(taken_back));
             }
-            ack.sequence
-        });
-        (row, result)
+            before = page.last().copied();
+        }
     }
 }
 
-#[derive(Default)]
-struct Sent {
-    published: Vec<Published>,
-    failed: Vec<Failed>,
-    /// Those among the failed that may work later.
-    refused: usize,
-    /// Why it makes no sense to go on now.
-    stuck: Option<String>,
-}
-
-impl Sent {
-    fn note_failure(&mut self, row: &Row, error: &PublishError) {
-        let attempt = u32::try_from(row.attempts).unwrap_or_default() + 1;
-        let retry_after = match classify(error) {
-            Failure::Retry => {
-                self.refused += 1;
-                Some(backoff::delay(attempt, RETRY_BASE, RETRY_CAP))
-            }
-            Failure::Park => {
-                error!(event.id = %row.event_id, "parked, it can never be published: {error}");
-                None
-            }
-            Failure::Halt => {
-                error!(event.id = %row.event_id, subject = row.subject, "belongs to another stream: {error}");
-                self.stuck = Some(format!("subject {}: {error}", row.subject));
-                Some(RETRY_CAP)
-            }
-        };
-        self.failed.push(Failed {
-            event_id: row.event_id,
-            error: error.to_string(),
-            retry_after: retry_after.map(|wait| wait.as_secs_f64()),
-        });
-    }
+fn stuck(error: &anyhow::Error) -> Outcome {
+    Outcome::Stuck(Causes(error).to_string())
 }

@@ -201,7 +201,8 @@ async fn an_outage_of_the_carrier_holds_up_dispatches_and_nothing_else() {
     println!(
         "{paid} payments, slowest {slowest:?}, {waiting} waiting; {refused} + {unavailable} calls"
     );
-    assert!(paid > 500 && waiting > paid as i64 * 9 / 10, "taken in all the time");
+    // However fast the machine is.
+    assert!(paid > 50 && waiting > paid as i64 * 9 / 10, "taken in all the time");
     // A call every few seconds; sixteen at first, which were under way.
     assert!((3..60).contains(&refused), "{refused} calls to nobody");
     assert!((3..60).contains(&unavailable), "{unavailable} calls to a carrier that said 503");

@@ -1,6 +1,6 @@
 //! What comes back: an order ends as dispatched, however its report comes.
 
-use async_nats::{HeaderMap, jetstream::Message};
+use async_nats::HeaderMap;
 use e2e::{api::Api, proxy::Flow, services::Kind, wait::eventually, world::World};
 use orders_service::{
     orders::{self, NewOrder},
@@ -229,10 +229,10 @@ async fn live_through(
         for step in batch {
             match *step {
                 Step::Pay(n) => pay(pool, &id(n)).await,
-                Step::Report(n, anew) => deliveries.push(deliver(world, &reports[n], anew)),
+                Step::Report(n, anew) => deliveries.push(deliver(&reports[n], anew)),
                 Step::Wrong(n) => {
                     let wrong = report(WRONG, &id(n), "PARCEL-X");
-                    deliveries.push(deliver(world, &wrong, false));
+                    deliveries.push(deliver(&wrong, false));
                 }
             }
         }
@@ -290,11 +290,7 @@ async fn pay(pool: &PgPool, id: &str) {
 }
 
 /// A delivery as the consumer would hand it over.
-fn deliver(
-    world: &World,
-    report: &Event<OrderDispatched>,
-    anew: bool,
-) -> Delivery<OrderDispatched> {
+fn deliver(report: &Event<OrderDispatched>, anew: bool) -> Delivery<OrderDispatched> {
     let id = if anew { shared::events::EventId::new() } else { report.id };
     let message = async_nats::Message {
         subject: ORDER_DISPATCHED_SUBJECT.into(),
@@ -312,7 +308,7 @@ fn deliver(
             stream: topology::FULFILLMENT.to_owned(),
             stream_seq: 1,
             deliveries: 1,
-            message: Message { message, context: world.broker.js.clone() },
+            message,
         },
     }
 }
@@ -352,7 +348,7 @@ async fn two_batches_about_the_same_orders_do_not_deadlock() {
         let deliveries = |places: &mut dyn Iterator<Item = usize>| -> Vec<_> {
             places
                 .map(|n| report(&format!("tx-{}", id(n)), &id(n), "PARCEL"))
-                .map(|report| deliver(&world, &report, false))
+                .map(|report| deliver(&report, false))
                 .collect()
         };
         let (there, back) = (deliveries(&mut (0..ROUND)), deliveries(&mut (0..ROUND).rev()));

@@ -6,26 +6,19 @@ use e2e::{broker::Stored, services::Kind, wait::eventually, world::World};
 use serde_json::Value;
 use shared::{
     database,
-    events::{Event, PaymentConfirmed},
+    events::Event,
     lease,
     outbox::{self, EnqueueError},
     relay::Outcome,
     telemetry::TraceParent,
     topology,
 };
-use sqlx::PgPool;
 use uuid::Uuid;
 
 use crate::support::{
-    AMOUNT, LIMIT, UNPUBLISHED, event, number, pay, proxied_orders, relay, world_with_orders,
+    AMOUNT, LIMIT, UNPUBLISHED, enqueue, event, number, pay, proxied_orders, relay,
+    world_with_orders,
 };
-
-async fn enqueue(pool: &PgPool, event: &Event<PaymentConfirmed>) -> String {
-    let mut tx = database::begin(pool).await.unwrap();
-    outbox::enqueue(&mut tx, event, &TraceParent::from_header(None)).await.unwrap();
-    tx.commit().await.unwrap();
-    event.id.to_string()
-}
 
 fn ids(messages: &[Stored]) -> Vec<String> {
     messages.iter().map(|message| message.event_id().unwrap()).collect()

@@ -17,11 +17,14 @@ use futures_util::{StreamExt as _, stream};
 use serde::Serialize;
 use shared::{
     consumer::Consumer,
+    database,
     events::{Event, EventId, OrderDispatched, PaymentConfirmed},
     handler::Handler,
     lifecycle::Health,
     nats::Nats,
+    outbox,
     relay::Relay,
+    telemetry::TraceParent,
     topology,
 };
 use sqlx::{PgConnection, PgPool};
@@ -73,6 +76,14 @@ pub(crate) fn event(transaction: &str, order: &str, amount: i64) -> Event<Paymen
         confirmed_at: OffsetDateTime::from_unix_timestamp(1_800_000_000).unwrap(),
     };
     Event::payment_confirmed(EventId::new(), data)
+}
+
+/// Writes an event as a committed transaction does, and returns its id.
+pub(crate) async fn enqueue(pool: &PgPool, event: &Event<PaymentConfirmed>) -> String {
+    let mut tx = database::begin(pool).await.unwrap();
+    outbox::enqueue(&mut tx, event, &TraceParent::from_header(None)).await.unwrap();
+    tx.commit().await.unwrap();
+    event.id.to_string()
 }
 
 /// What fulfillment-service reports about it.

@@ -17,7 +17,7 @@ use e2e::{
 use sqlx::{PgPool, migrate::Migrator};
 
 /// How many tests run at the same time on a small machine.
-const AT_LEAST_AT_ONCE: usize = 4;
+const AT_LEAST_AT_ONCE: usize = 8;
 
 pub(crate) fn test(arguments: impl Iterator<Item = OsString>) -> anyhow::Result<()> {
     println!("PostgreSQL   {}", find_postgres()?.how);

@@ -18,6 +18,7 @@ use e2e::{
     compose::{Container, Project, docker},
     contract::{FULFILLMENT, NOTICES, ORDERS},
     find::root,
+    invariants::{self, check},
     ledger::Ledger,
     wait::eventually,
 };
@@ -199,10 +200,10 @@ impl Stage {
     async fn settled(&self) -> anyhow::Result<Ledger> {
         let ledger = eventually("everything has arrived", LIMIT, async || {
             let ledger = Ledger::read(&self.orders, &self.fulfillment, &self.broker).await?;
-            ledger.settled().map(|()| ledger)
+            check(&invariants::settled(&ledger)).map(|()| ledger)
         })
         .await?;
-        ledger.holds().map(|()| ledger)
+        check(&invariants::promise(&ledger)).map(|()| ledger)
     }
 }
 

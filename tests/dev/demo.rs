@@ -11,6 +11,7 @@ use anyhow::{Context as _, bail, ensure};
 use e2e::{
     api::{Api, confirmation},
     find::{find_nats, find_postgres},
+    invariants::{self, check},
     ledger::Ledger,
     outside::{Outside, Reply},
     proxy::{Flow, Proxy},
@@ -236,7 +237,7 @@ impl Stage<'_> {
         let wait = self.show.wait("fulfillment reads them");
         let ledger = eventually("everything is read", LIMIT, async || {
             let ledger = self.world.ledger().await?;
-            ledger.taken_in()?;
+            check(&invariants::taken_in(&ledger))?;
             // All but the late one are reported back. An ack that is under way when the connection
             // is cut would be missed for the acknowledgement time.
             let (requested, reports) = (ledger.requested, ledger.reports_pending);
@@ -473,7 +474,7 @@ impl Stage<'_> {
             ledger.doubled.len(),
             by_broker + by_event + by_transaction,
         );
-        ledger.holds()?;
+        check(&invariants::promise(ledger))?;
         ensure!(
             ledger.payments == CALM + STORMY,
             "{} payments, expected {}",

@@ -9,7 +9,10 @@ use standardwebhooks::{
     HEADER_WEBHOOK_ID, HEADER_WEBHOOK_SIGNATURE, HEADER_WEBHOOK_TIMESTAMP, Webhook,
 };
 use time::OffsetDateTime;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
+
+/// How long a client waits for an answer before it asks again.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// How long a client waits that got no answer, or was told to come later.
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(20);
@@ -118,18 +121,21 @@ pub async fn confirm_stubbornly(apis: &[Api], order: &str, amount: i64) -> Durat
     let mut asked = None;
     for attempt in 0.. {
         let api = &apis[attempt % apis.len()];
-        let good = |answer: anyhow::Result<Answer>| {
-            answer.is_ok_and(|answer| matches!(answer.status, 200 | 201))
-        };
-        if asked.is_some() || good(api.place(order, amount).await) {
+        if asked.is_some() || is_good(api.place(order, amount)).await {
             let asked = asked.get_or_insert_with(Instant::now);
-            if good(api.confirm(&transaction, order, amount).await) {
+            if is_good(api.confirm(&transaction, order, amount)).await {
                 return asked.elapsed();
             }
         }
         sleep(BETWEEN_ATTEMPTS).await;
     }
     unreachable!("there is always one more attempt")
+}
+
+/// Whether there is an answer in time, and it is a good one.
+async fn is_good(answer: impl Future<Output = anyhow::Result<Answer>>) -> bool {
+    let answer = timeout(PATIENCE, answer).await;
+    matches!(answer, Ok(Ok(answer)) if matches!(answer.status, 200 | 201))
 }
 
 /// The body of `POST /payments`.

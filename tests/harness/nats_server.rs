@@ -76,6 +76,21 @@ impl NatsServer {
         Self::start_in(data, vec!["--config".into(), config.into()]).await
     }
 
+    /// Three of them, as one cluster: `node-0`, `node-1` and `node-2`.
+    pub async fn cluster() -> anyhow::Result<Vec<Self>> {
+        let ports = [free_port()?, free_port()?, free_port()?];
+        let routes = ports.map(|port| format!("nats://127.0.0.1:{port}")).join(", ");
+        let mut nodes = Vec::new();
+        for (number, port) in ports.iter().enumerate() {
+            let cluster = format!(
+                "server_name: node-{number}
+                 cluster {{ name: pair, listen: 127.0.0.1:{port}, routes: [{routes}] }}"
+            );
+            nodes.push(Self::deployed(|config| format!("{config}{cluster}\n")).await?);
+        }
+        Ok(nodes)
+    }
+
     /// Gives a server as deployed another configuration: from its next start, or a `HUP`.
     pub fn configure(&self, config: &str) -> anyhow::Result<()> {
         write_config(self.folder().context("it is not ours")?, config).map(drop)
@@ -149,6 +164,21 @@ impl NatsServer {
         self.process.end(signal).await.map(drop)
     }
 
+    /// Keeps a copy of the store of a stopped server, and returns where it is.
+    pub fn copy_store(&self) -> anyhow::Result<PathBuf> {
+        let folder = self.folder().context("it is not ours")?;
+        let copy = tempfile::Builder::new().prefix("store-").tempdir_in(folder)?.keep();
+        copy_folder(&store(folder), &copy)?;
+        Ok(copy)
+    }
+
+    /// Gives a stopped server the store of a copy, or an empty one.
+    pub fn replace_store(&self, copy: Option<&Path>) -> anyhow::Result<()> {
+        let store = store(self.folder().context("it is not ours")?);
+        fs::remove_dir_all(&store)?;
+        copy.map_or(Ok(()), |copy| copy_folder(copy, &store))
+    }
+
     /// Starts it where it was, on its ports and with its store.
     pub async fn start_again(&mut self) -> anyhow::Result<()> {
         let OurNats { program, arguments: further, data } =
@@ -211,6 +241,21 @@ fn write_config(folder: &Path, config: &str) -> anyhow::Result<PathBuf> {
 
 fn store(folder: &Path) -> PathBuf {
     folder.join("store")
+}
+
+/// A folder, and everything in it.
+pub fn copy_folder(from: &Path, to: &Path) -> anyhow::Result<()> {
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copy_folder(&entry.path(), &target)?;
+        } else {
+            fs::copy(entry.path(), target)?;
+        }
+    }
+    Ok(())
 }
 
 fn new_folder() -> anyhow::Result<TempDir> {

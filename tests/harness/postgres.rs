@@ -1,6 +1,6 @@
 //! A real PostgreSQL on loopback.
 
-use std::{fs, net::SocketAddr, os::unix::fs::chown, time::Duration};
+use std::{fs, net::SocketAddr, os::unix::fs::chown, path::Path, time::Duration};
 
 use anyhow::{Context as _, ensure};
 use sqlx::{Connection as _, PgConnection, postgres::PgConnectOptions};
@@ -30,7 +30,7 @@ pub struct Postgres {
     address: String,
     program: Option<Program>,
     process: Slot,
-    _data: Option<TempDir>,
+    data: Option<TempDir>,
 }
 
 impl Postgres {
@@ -41,7 +41,7 @@ impl Postgres {
                 address: address.trim_end_matches('/').to_owned(),
                 program: None,
                 process: Slot::default(),
-                _data: None,
+                data: None,
             }),
             Err(_) => Self::start().await,
         }
@@ -123,7 +123,7 @@ impl Postgres {
             address: format!("postgres://{SUPERUSER}:{SUPERUSER}@127.0.0.1:{port}"),
             program: Some(program),
             process: Slot::default(),
-            _data: Some(data),
+            data: Some(data),
         };
         server.start_again().await?;
         Ok(server)
@@ -155,6 +155,11 @@ impl Postgres {
         self.process.pid()
     }
 
+    /// Where its databases and its log are. None for a server that was given.
+    pub fn folder(&self) -> Option<&Path> {
+        self.data.as_ref().map(TempDir::path)
+    }
+
     /// Whether it ended by itself.
     pub fn ended(&mut self) -> bool {
         self.process.ended()
@@ -175,6 +180,21 @@ impl Postgres {
         })
         .await
         .with_context(|| tail(&program.log))
+    }
+
+    /// Ends some sessions of the services; returns how many there were.
+    pub async fn terminate_sessions(&self, most: usize) -> anyhow::Result<usize> {
+        let mut connection = PgConnection::connect(&self.url("postgres")).await?;
+        let ended: Vec<bool> = sqlx::query_scalar(
+            "select pg_terminate_backend(pid)
+             from (select pid from pg_stat_activity where application_name like '%-service-%'
+                   order by random() limit $1) as chosen",
+        )
+        .bind(i64::try_from(most)?)
+        .fetch_all(&mut connection)
+        .await?;
+        connection.close().await?;
+        Ok(ended.len())
     }
 
     /// Creates an empty database.

@@ -17,6 +17,7 @@ use std::{
     time::Duration,
 };
 
+use crate::invariants::Line;
 use anyhow::{Context as _, ensure};
 use tokio::{
     io::{AsyncBufReadExt as _, BufReader, Lines},
@@ -129,6 +130,39 @@ impl Process {
     /// Whether it has ended by itself.
     pub fn ended(&mut self) -> bool {
         matches!(self.shell.try_wait(), Ok(Some(_)))
+    }
+}
+
+/// Memory and connections of a process.
+#[derive(Debug, Clone, Copy)]
+pub struct Footprint {
+    mebibytes: u64,
+    sockets: usize,
+}
+
+impl Footprint {
+    /// None where there is no `/proc`, or no such process.
+    pub fn of(pid: u32) -> Option<Self> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+        let kibibytes: u64 = resident.split_whitespace().next()?.parse().ok()?;
+        let files = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+        let is_socket = |file: &PathBuf| file.to_string_lossy().starts_with("socket:");
+        let targets = files.filter_map(|file| fs::read_link(file.ok()?.path()).ok());
+        Some(Self { mebibytes: kibibytes / 1024, sockets: targets.filter(is_socket).count() })
+    }
+
+    /// Not much more than `before`: a full pool, and what clients and callees keep open; no leak.
+    pub fn near(self, before: Self, who: &str) -> Line {
+        let Self { mebibytes, sockets } = self;
+        Line::new(
+            format!("{who} takes about what it took at its start"),
+            format!(
+                "{} → {mebibytes} MiB, {} → {sockets} sockets",
+                before.mebibytes, before.sockets
+            ),
+            mebibytes < before.mebibytes + 64 && sockets < before.sockets + 50,
+        )
     }
 }
 

@@ -27,6 +27,10 @@ pub enum Flow {
     HoldAcks,
     /// Everything, each answer some milliseconds late.
     Slow,
+    /// Nothing, and nobody is told: connections stay open.
+    BlackHole,
+    /// The client's side is closed towards the server; what the server still says passes.
+    HalfClosed,
     /// Nothing: connections are closed, and new ones at once.
     Cut,
 }
@@ -86,8 +90,23 @@ impl Proxy {
 
 async fn requests(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, flow: watch::Sender<Flow>) {
     let mut changes = flow.subscribe();
+    let mut closing = flow.subscribe();
     let mut buffer = vec![0; 64 * 1024];
-    while let Ok(length @ 1..) = from.read(&mut buffer).await {
+    loop {
+        let half_closed =
+            async { closing.wait_for(|flow| *flow == Flow::HalfClosed).await.is_ok() };
+        let read = tokio::select! {
+            read = from.read(&mut buffer) => Some(read),
+            _ = half_closed => None,
+        };
+        let Some(read) = read else {
+            // Until the server ends it, if it was there to be told.
+            if to.shutdown().await.is_ok() {
+                std::future::pending::<()>().await;
+            }
+            return;
+        };
+        let Ok(length @ 1..) = read else { return };
         let words = &buffer[..length];
         if words.windows(PUBLISH.len()).any(|part| part == PUBLISH) {
             flow.send_if_modified(|flow| {
@@ -98,7 +117,8 @@ async fn requests(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, flow: watch::
                 holds
             });
         }
-        let may_pass = changes.wait_for(|flow| *flow != Flow::HoldRequests).await.is_ok();
+        let passes = |flow: &Flow| !matches!(flow, Flow::HoldRequests | Flow::BlackHole);
+        let may_pass = changes.wait_for(passes).await.is_ok();
         if !may_pass || to.write_all(words).await.is_err() {
             return;
         }
@@ -108,14 +128,14 @@ async fn requests(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, flow: watch::
 async fn replies(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut flow: watch::Receiver<Flow>) {
     let mut buffer = vec![0; 64 * 1024];
     while let Ok(length @ 1..) = from.read(&mut buffer).await {
-        let may_pass =
-            match flow.wait_for(|flow| *flow != Flow::HoldReplies).await.map(|flow| *flow) {
-                Ok(Flow::Slow) => {
-                    tokio::time::sleep(LATE).await;
-                    true
-                }
-                passed => passed.is_ok(),
-            };
+        let passes = |flow: &Flow| !matches!(flow, Flow::HoldReplies | Flow::BlackHole);
+        let may_pass = match flow.wait_for(passes).await.map(|flow| *flow) {
+            Ok(Flow::Slow) => {
+                tokio::time::sleep(LATE).await;
+                true
+            }
+            passed => passed.is_ok(),
+        };
         if !may_pass || to.write_all(&buffer[..length]).await.is_err() {
             return;
         }

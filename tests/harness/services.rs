@@ -8,10 +8,12 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
+use serde_json::Value;
+use tokio::time::timeout;
 
 use crate::{
     find::root,
-    process::{Process, Program, Slot, free_port, tail},
+    process::{Footprint, Process, Program, Slot, free_port, tail},
     wait::eventually,
 };
 
@@ -85,6 +87,23 @@ pub fn build() -> anyhow::Result<&'static Path> {
     built.as_deref().map_err(|error| anyhow::anyhow!(error.clone()))
 }
 
+/// What a command came to.
+#[derive(Debug)]
+pub struct Said {
+    pub code: i32,
+    pub out: String,
+    pub err: String,
+}
+
+impl Said {
+    /// The JSON lines it printed.
+    pub fn rows(&self) -> Vec<Value> {
+        self.out.lines().map(|line| serde_json::from_str(line).expect("JSON lines")).collect()
+    }
+}
+
+const COMMAND_LIMIT: Duration = Duration::from_secs(60);
+
 /// How to run a service.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -149,6 +168,18 @@ impl Plan {
         Process::start(&self.program(subcommand)?).await?.wait(Duration::from_secs(60)).await
     }
 
+    /// Runs a command of an operator, and returns what it says.
+    pub async fn command(&self, arguments: &[&str]) -> anyhow::Result<Said> {
+        let mut command = tokio::process::Command::new(build()?.join(self.kind.name()));
+        command.args(arguments).envs(self.environment.iter().cloned()).kill_on_drop(true);
+        let output = timeout(COMMAND_LIMIT, command.output())
+            .await
+            .with_context(|| format!("{arguments:?} does not end"))??;
+        let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+        let (out, err) = (text(&output.stdout), text(&output.stderr));
+        Ok(Said { code: output.status.code().context("killed")?, out, err })
+    }
+
     /// Starts `serve`, and waits until it listens.
     pub async fn start(&self) -> anyhow::Result<Service> {
         let mut process = Process::start(&self.program("serve")?).await?;
@@ -199,6 +230,11 @@ impl Service {
         self.process = Slot::default();
         *self = self.plan.start().await?;
         Ok(())
+    }
+
+    /// What it takes of the machine now. None where that cannot be asked.
+    pub fn footprint(&self) -> Option<Footprint> {
+        Footprint::of(self.pid()?)
     }
 
     /// Whether it ended by itself.

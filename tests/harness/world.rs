@@ -1,6 +1,6 @@
 //! A world of its own for each test: two databases, a broker, and whatever runs between them.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, ensure};
 use sqlx::{
@@ -14,8 +14,9 @@ use uuid::Uuid;
 use crate::{
     broker::Broker,
     contract::{FULFILLMENT, NOTICES, ORDERS},
+    invariants::{self, check},
     ledger::Ledger,
-    nats_server::NatsServer,
+    nats_server::{NatsServer, copy_folder},
     postgres::Postgres,
     process::tail,
     proxy::Proxy,
@@ -75,16 +76,28 @@ impl World {
 
     /// A world with the roles, users and permissions of `deploy/`, set up by those who may.
     pub async fn deployed() -> anyhow::Result<Self> {
-        let postgres = Postgres::deployed().await?;
         let nats = NatsServer::deployed(|config| config).await?;
-        let broker = Broker::connect(&nats.url_as("operator")).await?;
+        let url = nats.url_as("operator");
+        let world = Self::deployed_on(nats, &url).await?;
+        world.run_deployed_setup().await?;
+        Ok(world)
+    }
+
+    /// The same with a given broker, and before its set-up. The operator reaches it at `url`.
+    pub async fn deployed_on(nats: NatsServer, url: &str) -> anyhow::Result<Self> {
+        let postgres = Postgres::deployed().await?;
+        let broker = Broker::connect(url).await?;
         let names = ["orders", "fulfillment"].map(str::to_owned);
-        let world = Self::assemble(Some(postgres), None, nats, broker, names)?;
+        Self::assemble(Some(postgres), None, nats, broker, names)
+    }
+
+    /// Has both services set up a world like that.
+    pub async fn run_deployed_setup(&self) -> anyhow::Result<()> {
         for kind in [Kind::Orders, Kind::Fulfillment] {
-            let plan = world.deployed_setup(kind)?;
+            let plan = self.deployed_setup(kind)?;
             ensure!(plan.run("setup").await? == 0, "setup failed: {}", tail(&plan.log()));
         }
-        Ok(world)
+        Ok(())
     }
 
     /// How to run a service in a world like that: as itself.
@@ -145,14 +158,19 @@ impl World {
         })
     }
 
-    /// Has both services migrate their databases and upsert the topology.
     async fn set_up(self) -> anyhow::Result<Self> {
+        self.run_setup().await?;
+        Ok(self)
+    }
+
+    /// Has both services migrate their databases and upsert the topology, as each deployment does.
+    pub async fn run_setup(&self) -> anyhow::Result<()> {
         let plans = [self.plan(Kind::Orders)?, self.plan(Kind::Fulfillment)?];
         let (orders, fulfillment) = tokio::try_join!(plans[0].run("setup"), plans[1].run("setup"))?;
         for (code, plan) in [orders, fulfillment].iter().zip(&plans) {
             ensure!(*code == 0, "setup failed: {}", tail(&plan.log()));
         }
-        Ok(self)
+        Ok(())
     }
 
     /// Ends everything, waits for it, and takes what was added to given servers away again.
@@ -228,7 +246,7 @@ impl World {
     pub async fn arrived(&self, limit: Duration) -> anyhow::Result<Ledger> {
         eventually("everything has arrived", limit, async || {
             let ledger = self.ledger().await?;
-            ledger.settled().map(|()| ledger)
+            check(&invariants::settled(&ledger)).map(|()| ledger)
         })
         .await
     }
@@ -236,8 +254,18 @@ impl World {
     /// The same, and the promise holds.
     pub async fn settled(&self, limit: Duration) -> anyhow::Result<Ledger> {
         let ledger = self.arrived(limit).await?;
-        ledger.holds()?;
+        check(&invariants::promise(&ledger))?;
         Ok(ledger)
+    }
+
+    /// Stops the servers, and copies what they and the services leave behind to `folder`: databases,
+    /// stores and logs.
+    pub async fn keep(&mut self, folder: &Path) -> anyhow::Result<()> {
+        self.nats.stop("TERM").await?;
+        let postgres = self.own_postgres.as_mut().context("the databases are not ours")?;
+        postgres.stop("INT").await?;
+        copy_folder(postgres.folder().context("it is not ours")?, &folder.join("postgres"))?;
+        copy_folder(self.nats.folder().context("it is not ours")?, &folder.join("nats"))
     }
 
     /// Prints the end of every service's log, for a failure that wants an explanation.
