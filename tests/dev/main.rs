@@ -1,5 +1,6 @@
 //! `cargo dev …`: everything a developer of this project does, with no other tool installed.
 
+mod chaos;
 mod check;
 mod compose;
 mod demo;
@@ -47,6 +48,8 @@ enum Command {
         /// Which of them; all if none is named
         scenarios: Vec<compose::Scenario>,
     },
+    /// Kills, stops, cuts off and empties everything while payments are confirmed, and reads the ledger
+    Chaos(chaos::Options),
     /// Refreshes the committed query cache; needs no sqlx-cli
     Sqlx,
 }
@@ -60,6 +63,7 @@ async fn main() -> ExitCode {
         Command::Test { .. } => check::test(std::env::args_os().skip(2)),
         Command::Check { no_tests } => check::all(no_tests).await,
         Command::Compose { scenarios } => compose::run(&scenarios).await,
+        Command::Chaos(options) => chaos::run(options).await,
         Command::Sqlx => check::refresh_queries().await,
     };
     match done {

@@ -17,6 +17,11 @@ impl Timeline {
         Self { start: Instant::now() }
     }
 
+    /// Since the beginning.
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.start.elapsed()
+    }
+
     /// Something that happened, and who saw it.
     pub(crate) fn line(&self, who: &str, what: impl Display) {
         println!("{:>6.2}s  {who:<12}  {what}", self.start.elapsed().as_secs_f64());
