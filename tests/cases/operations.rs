@@ -6,7 +6,6 @@ use std::{fs, process::Command, time::Duration};
 use async_nats::jetstream::kv;
 use e2e::{
     api::Api,
-    find::root,
     process::tail,
     services::{Kind, build},
     wait::eventually,
@@ -180,44 +179,6 @@ async fn a_second_signal_aborts_the_drain() {
         assert_ne!(orders.end("TERM").await.unwrap(), 0);
     };
     tokio::join!(confirm, abort);
-}
-
-/// A claim without its test is a wish.
-#[test]
-fn every_test_the_readme_names_exists() {
-    let readme = fs::read_to_string(root().join("README.md")).unwrap();
-    let cases = fs::read_dir(root().join("tests/cases")).unwrap();
-    let cases: String =
-        cases.map(|file| fs::read_to_string(file.unwrap().path()).unwrap()).collect();
-    // What has the form of a test's name in the last column of the tables of claims.
-    let is_test = |name: &&str| {
-        name.matches('_').count() > 2
-            && name.chars().all(|c| c == '_' || c.is_ascii_lowercase() || c.is_ascii_digit())
-    };
-    let named: Vec<&str> = readme
-        .lines()
-        .filter(|line| line.starts_with("| ") && line.matches(" | ").count() >= 2)
-        .filter_map(|line| line.rsplit(" | ").next())
-        .flat_map(|tests| tests.split('`').skip(1).step_by(2))
-        .filter(is_test)
-        .collect();
-    assert!(named.len() >= 50, "the table is read: {named:?}");
-    for test in named {
-        assert!(cases.contains(&format!("fn {test}()")), "{test} is no test");
-    }
-}
-
-/// The outbox and the dead letters of both services are the same tables, for the same code.
-#[test]
-fn both_services_have_the_same_outbox_and_dead_letters() {
-    let read = |path: &str| fs::read_to_string(root().join("migrations").join(path)).unwrap();
-    assert_eq!(read("orders/0002_outbox.sql"), read("fulfillment/0003_outbox.sql"));
-    assert_eq!(read("orders/0003_dead_letters.sql"), read("fulfillment/0004_dead_letters.sql"));
-    let (orders, fulfillment) = ("0004_migrations_are_setups", "0006_migrations_are_setups");
-    assert_eq!(
-        read(&format!("orders/{orders}.sql")),
-        read(&format!("fulfillment/{fulfillment}.sql"))
-    );
 }
 
 /// `cargo dev up` is killed with -9, so nothing of it can clean up; the shells that hold its

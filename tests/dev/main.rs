@@ -4,6 +4,7 @@ mod chaos;
 mod check;
 mod compose;
 mod demo;
+mod sabotage;
 mod show;
 mod up;
 
@@ -50,6 +51,11 @@ enum Command {
     },
     /// Kills, stops, cuts off and empties everything while payments are confirmed, and reads the ledger
     Chaos(chaos::Options),
+    /// Takes one mechanism away after the other, and sees whether the tests notice; takes its time
+    Sabotage {
+        /// Which patches of tests/sabotage; all if none is named
+        patches: Vec<String>,
+    },
     /// Refreshes the committed query cache; needs no sqlx-cli
     Sqlx,
 }
@@ -64,6 +70,7 @@ async fn main() -> ExitCode {
         Command::Check { no_tests } => check::all(no_tests).await,
         Command::Compose { scenarios } => compose::run(&scenarios).await,
         Command::Chaos(options) => chaos::run(options).await,
+        Command::Sabotage { patches } => sabotage::run(&patches).await,
         Command::Sqlx => check::refresh_queries().await,
     };
     match done {
