@@ -125,7 +125,7 @@ impl<H: Handler> Consumer<H> {
     /// of `stop` are delivered again.
     pub async fn process(&self, messages: Vec<Message>, stop: &CancellationToken) {
         let mut new = Vec::with_capacity(messages.len());
-        let mut suspects = Vec::new();
+        let (mut suspects, mut rejected) = (Vec::new(), Vec::new());
         for message in messages {
             let Some(origin) = Origin::of(message) else {
                 error!("a message that is not JetStream's was delivered to {}", self.durable);
@@ -136,12 +136,14 @@ impl<H: Handler> Consumer<H> {
                 Ok(delivery) => suspects.push(delivery),
                 Err((origin, reason, error)) => {
                     if let Some(verdict) = self.reject(&origin, reason, &error, stop).await {
-                        self.settle(&origin, &verdict).await;
+                        rejected.push((origin, verdict));
                     }
                 }
             }
         }
-        self.handle(&new, stop).await;
+        let rejected = rejected.iter().map(|(origin, verdict)| (origin, verdict));
+        let mut confirmed = self.settle_all(rejected).await;
+        confirmed &= self.handle(&new, stop).await;
         // One of those delivered before may be what killed the process then. If it does so again,
         // the others must not be in hand with it until they are all given up: so each alone, and
         // every other time from the other end.
@@ -149,18 +151,32 @@ impl<H: Handler> Consumer<H> {
             suspects.reverse();
         }
         for suspect in &suspects {
-            self.handle(std::slice::from_ref(suspect), stop).await;
+            if !confirmed {
+                // A broker that came back without the state of this durable answers to none of its
+                // deliveries, and each would take its time. What is still meant for us comes again.
+                info!("consumer {}: lets go of what it has in hand", self.durable);
+                break;
+            }
+            confirmed = self.handle(std::slice::from_ref(suspect), stop).await;
         }
     }
 
-    /// Applies deliveries and settles them.
-    async fn handle(&self, deliveries: &[Delivery<H::Data>], stop: &CancellationToken) {
+    /// Applies deliveries and settles them. False if the broker did not confirm all of it.
+    async fn handle(&self, deliveries: &[Delivery<H::Data>], stop: &CancellationToken) -> bool {
         let verdicts = self.apply(deliveries, stop).await;
-        let settled = deliveries.iter().zip(&verdicts).filter_map(|(delivery, verdict)| {
-            Some(self.settle(&delivery.origin, verdict.as_ref()?))
-        });
         // Crash point 3b, after commit and before ack: delivered again, found in the inbox, acked.
-        join_all(settled).await;
+        let applied = deliveries.iter().zip(&verdicts);
+        self.settle_all(applied.filter_map(|(d, verdict)| Some((&d.origin, verdict.as_ref()?))))
+            .await
+    }
+
+    /// All at once, because each may have to wait for its confirmation in vain.
+    async fn settle_all<'a>(
+        &self,
+        verdicts: impl Iterator<Item = (&'a Origin, &'a Verdict)>,
+    ) -> bool {
+        let confirmed = verdicts.map(|(origin, verdict)| self.settle(origin, verdict));
+        join_all(confirmed).await.into_iter().all(|confirmed| confirmed)
     }
 
     /// Understands a message, or says why it belongs into the dead letters.
@@ -290,8 +306,9 @@ impl<H: Handler> Consumer<H> {
         Some(())
     }
 
-    /// Tells the broker. If it does not get to know, it delivers again, and the inbox answers.
-    async fn settle(&self, origin: &Origin, verdict: &Verdict) {
+    /// Tells the broker. If it does not get to know, or does not say so, which is false, it delivers again,
+    /// and the inbox answers.
+    async fn settle(&self, origin: &Origin, verdict: &Verdict) -> bool {
         let seq = origin.stream_seq;
         let kind = match verdict {
             Verdict::Done => AckKind::Ack,
@@ -320,11 +337,15 @@ impl<H: Handler> Consumer<H> {
                 AckKind::Term
             }
         };
-        if let Err(error) = self.nats.settle(&origin.message, kind).await {
-            warn!(
-                stream.seq = seq,
-                "the broker did not confirm {kind:?}, it will deliver again: {error}"
-            );
+        match self.nats.settle(&origin.message, kind).await {
+            Ok(()) => true,
+            Err(error) => {
+                warn!(
+                    stream.seq = seq,
+                    "the broker did not confirm {kind:?}, it will deliver again: {error}"
+                );
+                false
+            }
         }
     }
 }

@@ -14,6 +14,7 @@ use shared::{
     topology,
 };
 use sqlx::{PgPool, Row as _};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{
@@ -216,6 +217,33 @@ const HANG_FOR_A_5: &str = "
 
 /// The worst message: whoever handles it dies at once, with everything in hand. The test plays the
 /// killer, and drops the batch whenever the poison is reached.
+/// A durable that was made anew knows nothing of what the old one delivered, and does not answer.
+#[tokio::test]
+async fn deliveries_that_the_broker_has_forgotten_cost_one_wait_and_not_one_each() {
+    let world = World::new().await.unwrap();
+    for n in 0..20 {
+        announce(&world, &format!("tx-{n}"), &format!("A-{n}")).await;
+        world.broker.publish(b"garbage", None).await.unwrap();
+    }
+    let consumer = consumer(&world, intake(&world.fulfillment), 10).await;
+    for message in deliveries(&world, 40).await {
+        consumer.nats.settle(&message, AckKind::Nak(None)).await.unwrap();
+    }
+    let again = deliveries(&world, 40).await;
+    world.broker.js.delete_stream(topology::ORDERS).await.unwrap();
+    world.run_setup().await.unwrap();
+    // So that the durable expects acks, and these are none of them.
+    announce(&world, "tx-new", "new").await;
+    let new = deliveries(&world, 1).await;
+
+    // An answer is waited for five seconds; forty of them would take over three minutes.
+    let stop = CancellationToken::new();
+    timeout(LIMIT, consumer.process(again, &stop)).await.expect("it waits for each");
+    assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 20, "what was read is kept");
+    consumer.process(new, &stop).await;
+    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1, "and it goes on with the new ones");
+}
+
 #[tokio::test]
 async fn a_message_that_kills_its_process_takes_no_other_with_it() {
     let world = World::new().await.unwrap();

@@ -6,6 +6,7 @@ use std::{fs, process::Command, time::Duration};
 use async_nats::jetstream::kv;
 use e2e::{
     api::Api,
+    find::root,
     process::tail,
     services::{Kind, build},
     wait::eventually,
@@ -13,6 +14,7 @@ use e2e::{
 };
 use futures_util::future::join_all;
 use shared::topology;
+use tokio::time::timeout;
 
 use crate::support::{LIMIT, check_is, logged, ready};
 
@@ -225,4 +227,32 @@ async fn a_harness_that_is_killed_leaves_no_process_behind() {
     })
     .await
     .unwrap();
+}
+
+/// A fault run can fail, and then leaves what is needed to find out why.
+#[tokio::test]
+async fn a_fault_run_that_injected_nothing_fails_and_leaves_its_databases() {
+    // Repeated confirmations are part of every load, and no fault.
+    let arguments = ["--seed", "7070707", "--orders", "20", "--seconds", "1"];
+    let run = tokio::process::Command::new(build().unwrap().join("dev"))
+        .arg("chaos")
+        .args(arguments)
+        .args(["--faults", "duplicate-confirmation"])
+        .env_remove("DATABASE_SERVER_URL")
+        .env_remove("NATS_URL")
+        .kill_on_drop(true)
+        .output();
+    let run = timeout(LIMIT, run).await.expect("it takes seconds").unwrap();
+    let said = String::from_utf8_lossy(&run.stdout);
+    assert_eq!(run.status.code(), Some(1), "{said}");
+    assert!(said.contains("BROKEN  something was injected: 0"), "{said}");
+    assert!(said.contains("ok      payments = dispatches: 20 = 20"), "{said}");
+    let again =
+        format!("again: cargo dev chaos {} --faults duplicate-confirmation", arguments.join(" "));
+    assert!(said.contains(&again), "{said}");
+    let kept = root().join("target/chaos/seed-7070707");
+    for left in ["postgres/cluster/PG_VERSION", "postgres/log", "nats/store", "nats/log"] {
+        assert!(kept.join(left).exists(), "{left}");
+    }
+    fs::remove_dir_all(kept).unwrap();
 }

@@ -12,7 +12,10 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use e2e::{find::root, services};
+use e2e::{
+    find::{find_nats, find_postgres, root},
+    services,
+};
 use time::{OffsetDateTime, macros::format_description};
 use tokio::{process::Command, time::timeout};
 
@@ -60,6 +63,8 @@ pub(crate) async fn run(names: &[String]) -> anyhow::Result<()> {
         ensure!(patches.len() == names.len(), "not all of {names:?} are in {}", folder.display());
     }
 
+    // If they have to be fetched, then once and for both trees.
+    println!("PostgreSQL   {}\nnats-server  {}", find_postgres()?.how, find_nats()?.how);
     let copy = Copy::make().await?;
     let all: BTreeSet<&str> =
         patches.iter().flat_map(|patch| &patch.caught_by).map(String::as_str).collect();
