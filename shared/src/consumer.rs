@@ -63,7 +63,7 @@ impl<H: Handler> Consumer<H> {
     pub async fn run(self, stop: CancellationToken) -> anyhow::Result<()> {
         let mut failures = 0;
         while !stop.is_cancelled() {
-            let Err(error) = self.consume(&stop, &mut failures).await else { break };
+            let Err(error) = self.consume(&stop, &mut failures).await else { continue };
             failures += 1;
             self.health.failing(Causes(&error).to_string());
             warn!(
@@ -81,8 +81,8 @@ impl<H: Handler> Consumer<H> {
         Ok(())
     }
 
-    /// Binds to the durable and processes what it delivers. Ok when told to stop; any error of the
-    /// pull means: let go, wait, bind again, because it does not always end by itself.
+    /// Binds to the durable and processes what it delivers. Ok when told to stop, or connected anew; any
+    /// error of the pull means: let go, wait, bind again, because it does not always end by itself.
     async fn consume(&self, stop: &CancellationToken, failures: &mut u32) -> anyhow::Result<()> {
         let consumer: PullConsumer = self
             .nats
@@ -93,6 +93,7 @@ impl<H: Handler> Consumer<H> {
         // With other settings the promises of this module do not hold. The events are safe in the
         // stream until somebody has run `setup`.
         topology::compare_consumer(self.stream, self.durable, &consumer.cached_info().config)?;
+        let connection = self.nats.connection();
         let messages = consumer
             .stream()
             .max_messages_per_batch(self.batch)
@@ -107,13 +108,17 @@ impl<H: Handler> Consumer<H> {
             self.health.ok();
             let batch = tokio::select! {
                 () = stop.cancelled() => return Ok(()),
-                () = sleep(HEARTBEAT) => continue,
+                () = sleep(HEARTBEAT) => Some(Vec::new()),
                 batch = batches.next() => batch,
             };
+            if self.nats.connection() != connection {
+                info!("consumer {}: connected anew, binding again", self.durable);
+                return Ok(());
+            }
             let Some(batch) = batch else { bail!("the server ended the pull") };
             let (messages, errors): (Vec<_>, Vec<_>) = batch.into_iter().partition(Result::is_ok);
             // Not inside the select!: a batch is never cancelled half way.
-            self.process(messages.into_iter().flatten().collect(), stop).await;
+            self.process(messages.into_iter().flatten().collect(), connection, stop).await;
             if let Some(Err(error)) = errors.into_iter().next() {
                 return Err(error).context("the pull failed");
             }
@@ -121,13 +126,13 @@ impl<H: Handler> Consumer<H> {
         }
     }
 
-    /// One unit of work: decodes, handles and settles `messages`. Those it has to let go of because
-    /// of `stop` are delivered again.
-    pub async fn process(&self, messages: Vec<Message>, stop: &CancellationToken) {
+    /// One unit of work: decodes, handles and settles `messages`, which came on `connection` (see
+    /// [`Nats::connection`]). Those it has to let go of because of `stop` are delivered again.
+    pub async fn process(&self, messages: Vec<Message>, connection: u64, stop: &CancellationToken) {
         let mut new = Vec::with_capacity(messages.len());
         let (mut suspects, mut rejected) = (Vec::new(), Vec::new());
         for message in messages {
-            let Some(origin) = Origin::of(message) else {
+            let Some(origin) = Origin::of(message, connection) else {
                 error!("a message that is not JetStream's was delivered to {}", self.durable);
                 continue;
             };
@@ -337,6 +342,13 @@ impl<H: Handler> Consumer<H> {
                 AckKind::Term
             }
         };
+        // The broker knows a message by its place, and a broker that went back in time gives places
+        // anew: an ack of what it delivered before would be taken for that of another message, which
+        // nobody has handled. A broker only goes back with its connections.
+        if !self.nats.connected() || self.nats.connection() != origin.connection {
+            info!(stream.seq = seq, "not settled, its connection is gone; it is delivered again");
+            return false;
+        }
         match self.nats.settle(&origin.message, kind).await {
             Ok(()) => true,
             Err(error) => {

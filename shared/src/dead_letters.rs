@@ -91,6 +91,8 @@ pub struct Origin {
     pub stream_seq: u64,
     /// Counts from 1. May restart lower when a broker crashed: a hint, not an account.
     pub deliveries: i64,
+    /// The connection it came on, the only one on which it may be settled.
+    pub connection: u64,
     /// The message itself, with its bytes, headers and reply subject. A dead letter that is tried again
     /// has nobody to reply to.
     pub message: Message,
@@ -99,13 +101,14 @@ pub struct Origin {
 impl Origin {
     /// Reads the delivery's place from its reply subject. None for a message that did not come from
     /// a JetStream consumer.
-    pub fn of(message: jetstream::Message) -> Option<Self> {
+    pub fn of(message: jetstream::Message, connection: u64) -> Option<Self> {
         let info = message.info().ok()?;
         Some(Self {
             consumer: info.consumer.to_owned(),
             stream: info.stream.to_owned(),
             stream_seq: info.stream_sequence,
             deliveries: info.delivered,
+            connection,
             message: message.message,
         })
     }

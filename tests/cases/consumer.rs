@@ -194,13 +194,17 @@ async fn a_handler_that_panics_fails_its_message_and_not_the_process() {
         announce(&world, &format!("tx-{n}"), &format!("A-{n}")).await;
     }
     let consumer = consumer(&world, Panics, 1).await;
-    consumer.process(deliveries(&world, 3).await, &CancellationToken::new()).await;
+    consumer
+        .process(deliveries(&world, 3).await, consumer.nats.connection(), &CancellationToken::new())
+        .await;
     assert_eq!(
         world.broker.consumer_backlog().await.unwrap(),
         (0, 1),
         "two acked, one comes again"
     );
-    consumer.process(deliveries(&world, 1).await, &CancellationToken::new()).await;
+    consumer
+        .process(deliveries(&world, 1).await, consumer.nats.connection(), &CancellationToken::new())
+        .await;
     assert_eq!(world.broker.consumer_backlog().await.unwrap(), (0, 0));
     assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 1);
 }
@@ -238,9 +242,11 @@ async fn deliveries_that_the_broker_has_forgotten_cost_one_wait_and_not_one_each
 
     // An answer is waited for five seconds; forty of them would take over three minutes.
     let stop = CancellationToken::new();
-    timeout(LIMIT, consumer.process(again, &stop)).await.expect("it waits for each");
+    timeout(LIMIT, consumer.process(again, consumer.nats.connection(), &stop))
+        .await
+        .expect("it waits for each");
     assert_eq!(number(&world.fulfillment, DEAD_LETTERS).await, 20, "what was read is kept");
-    consumer.process(new, &stop).await;
+    consumer.process(new, consumer.nats.connection(), &stop).await;
     assert_eq!(number(&world.fulfillment, DISPATCHES).await, 1, "and it goes on with the new ones");
 }
 
@@ -270,7 +276,7 @@ async fn a_message_that_kills_its_process_takes_no_other_with_it() {
             Ok(())
         });
         tokio::select! {
-            () = consumer.process(deliveries(&world, 9).await, &stop) => {}
+            () = consumer.process(deliveries(&world, 9).await, consumer.nats.connection(), &stop) => {}
             dead = death => {
                 dead.unwrap();
                 deaths += 1;

@@ -121,7 +121,7 @@ async fn duplicates_within_one_batch_are_one_dispatch() {
     let consumer = consumer(&world, intake(&world.fulfillment), 10).await;
     let batch = deliveries(&world, 5).await;
     assert_eq!(batch.len(), 5);
-    consumer.process(batch, &CancellationToken::new()).await;
+    consumer.process(batch, consumer.nats.connection(), &CancellationToken::new()).await;
     let dispatched: (TransactionId, i64) =
         sqlx::query_as("select transaction_id, amount_minor from dispatches")
             .fetch_one(&world.fulfillment)

@@ -181,7 +181,11 @@ impl Stage {
         let fetched = durable.fetch().max_messages(most).messages().await.unwrap();
         let messages: Vec<_> = fetched.map(Result::unwrap).collect().await;
         let stop = CancellationToken::new();
-        cut_off(self.consumer.process(messages.clone(), &stop), wakes).await;
+        cut_off(
+            self.consumer.process(messages.clone(), self.consumer.nats.connection(), &stop),
+            wakes,
+        )
+        .await;
         // What was not settled comes again; of what was, the broker wants to hear no more.
         for message in &messages {
             self.nats.settle(message, AckKind::Nak(None)).await.unwrap();

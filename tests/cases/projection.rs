@@ -308,6 +308,7 @@ fn deliver(report: &Event<OrderDispatched>, anew: bool) -> Delivery<OrderDispatc
             stream: topology::FULFILLMENT.to_owned(),
             stream_seq: 1,
             deliveries: 1,
+            connection: 1,
             message,
         },
     }

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use anyhow::ensure;
-use async_nats::jetstream::stream::Stream;
+use async_nats::jetstream::{Message, stream::Stream};
 use e2e::{
     api::{Api, confirm_stubbornly},
     contract::ORDERS,
@@ -21,11 +21,12 @@ use shared::{
     relay::{Outcome, Relay},
 };
 use sqlx::PgPool;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::support::{
-    AMOUNT, LIMIT, UNPUBLISHED, announce, bytes, connected, enqueue, event, number, pay, published,
-    ready, relay,
+    AMOUNT, DISPATCHES, LIMIT, UNPUBLISHED, announce, bytes, connected, consumer, deliveries,
+    enqueue, event, intake, number, pay, published, ready, relay,
 };
 
 /// The broker dies, and comes back with another store.
@@ -257,6 +258,40 @@ async fn whoever_slept_past_its_lease_marks_nothing() {
 
 async fn orders_stream(world: &World) -> Stream {
     world.broker.js.get_stream(ORDERS).await.unwrap()
+}
+
+/// Three events and something else, delivered, in places 1 to 4.
+async fn delivered(world: &World, prefix: &str) -> Vec<Message> {
+    eventually("the broker is back", LIMIT, async || world.broker.count().await).await.unwrap();
+    for n in 0..3 {
+        announce(world, &format!("tx-{prefix}-{n}"), &format!("{prefix}-{n}")).await;
+    }
+    world.broker.publish(b"garbage", None).await.unwrap();
+    deliveries(world, 4).await
+}
+
+/// A broker that went back gives the same places to other messages, and believes any ack of them.
+#[tokio::test]
+async fn what_was_delivered_before_a_reconnect_is_not_acked_after_it() {
+    let mut world = World::new().await.unwrap();
+    world.nats.stop("KILL").await.unwrap();
+    let copy = world.nats.copy_store().unwrap();
+    world.nats.start_again().await.unwrap();
+    let consumer = consumer(&world, intake(&world.fulfillment), 10).await;
+    let connection = consumer.nats.connection();
+    let old = delivered(&world, "old").await;
+    replace_store(&mut world, Some(&copy)).await;
+    consumer.nats.wait_connected(LIMIT).await.unwrap();
+    let new = delivered(&world, "new").await;
+    assert_eq!((old.len(), new.len()), (4, 4));
+
+    consumer.process(old, connection, &CancellationToken::new()).await;
+    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 3, "they are handled all the same");
+    let unacked = world.broker.consumer_backlog().await.unwrap();
+    assert_eq!(unacked, (0, 4), "the others are in the places of the old ones, and not acked");
+    consumer.process(new, consumer.nats.connection(), &CancellationToken::new()).await;
+    assert_eq!(number(&world.fulfillment, DISPATCHES).await, 6);
+    assert_eq!(world.broker.consumer_backlog().await.unwrap(), (0, 0));
 }
 
 fn column<'a>(rows: &'a [Value], name: &str) -> Vec<&'a str> {

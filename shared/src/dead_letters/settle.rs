@@ -100,6 +100,8 @@ pub async fn get(pool: &PgPool, dead_letter_id: Uuid) -> sqlx::Result<Option<Kep
             stream: row.stream,
             stream_seq: row.stream_seq.cast_unsigned(),
             deliveries: row.deliveries,
+            // None: there is nothing to settle.
+            connection: 0,
             message: Message {
                 subject: row.subject.into(),
                 reply: None,
