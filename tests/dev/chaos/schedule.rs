@@ -131,16 +131,17 @@ fn step(rng: &mut Rng, fault: Fault, pause: std::ops::Range<u64>) -> Step {
 }
 
 /// The hand on the servers also takes a copy of the broker's store, sets the broker back to it, and
-/// empties it, each once: at a quarter, half, and three quarters of its time.
+/// empties it, each once, between random faults.
 pub(crate) fn server_steps(rng: &mut Rng, chosen: &[Fault], length: Duration) -> Vec<Step> {
-    let quarter = length / 4;
-    let mut all = steps(rng, chosen, SERVERS, 200..2_000, quarter);
+    // Four parts, and time for servers to come back.
+    let part = length / 5;
+    let mut all = steps(rng, chosen, SERVERS, 200..2_000, part);
     for fault in [Fault::NatsTerm, Fault::SetBack, Fault::Empty] {
         // A copy is of use for setting back.
         if chosen.contains(&fault) || fault == Fault::NatsTerm && chosen.contains(&Fault::SetBack) {
             all.push(step(rng, fault, 0..500));
         }
-        all.extend(steps(rng, chosen, SERVERS, 200..2_000, quarter));
+        all.extend(steps(rng, chosen, SERVERS, 200..2_000, part));
     }
     all
 }
