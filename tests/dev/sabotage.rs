@@ -21,7 +21,7 @@ use tokio::{process::Command, time::timeout};
 
 /// For one patch: compile, and run its tests.
 const LIMIT: Duration = Duration::from_secs(900);
-/// Where the result of all of them is written.
+/// Where the last result of each is written.
 const REPORT: &str = "docs/sabotage.md";
 
 struct Patch {
@@ -58,6 +58,7 @@ pub(crate) async fn run(names: &[String]) -> anyhow::Result<()> {
         .map(|entry| Patch::read(entry?.path()))
         .collect::<anyhow::Result<Vec<Patch>>>()?;
     patches.sort_by(|one, other| one.name.cmp(&other.name));
+    let known: Vec<String> = patches.iter().map(|patch| patch.name.clone()).collect();
     if !names.is_empty() {
         patches.retain(|patch| names.contains(&patch.name));
         ensure!(patches.len() == names.len(), "not all of {names:?} are in {}", folder.display());
@@ -92,10 +93,8 @@ pub(crate) async fn run(names: &[String]) -> anyhow::Result<()> {
         }
         rows.push((patch, verdict));
     }
-    if names.is_empty() {
-        fs::write(root().join(REPORT), report(&rows).await?)?;
-        println!("the table is in {REPORT}");
-    }
+    fs::write(root().join(REPORT), report(&known, &rows).await?)?;
+    println!("the table is in {REPORT}");
     ensure!(survivors.is_empty(), "not caught: {}", survivors.join(", "));
     println!("verdict: all {} caught", rows.len());
     Ok(())
@@ -240,7 +239,8 @@ async fn output(command: &mut Command) -> anyhow::Result<String> {
     Ok(text(&done.stdout))
 }
 
-async fn report(rows: &[(&Patch, String)]) -> anyhow::Result<String> {
+/// The table: of those that were run now, and of the others as it was.
+async fn report(known: &[String], rows: &[(&Patch, String)]) -> anyhow::Result<String> {
     let git = |arguments: &'static [&str]| {
         let mut git = Command::new("git");
         git.args(arguments).current_dir(root());
@@ -250,22 +250,29 @@ async fn report(rows: &[(&Patch, String)]) -> anyhow::Result<String> {
     let changes = output(&mut git(&["status", "--porcelain", "--", ":!docs"])).await?;
     let changed = if changes.is_empty() { "" } else { ", with changes on top" };
     let date = OffsetDateTime::now_utc().format(format_description!("[year]-[month]-[day]"))?;
-    let mut text = format!(
-        "# What happens without it\n\n\
+    let before = fs::read_to_string(root().join(REPORT)).unwrap_or_default();
+    let mut text = "# What happens without it\n\n\
          Each patch in [`tests/sabotage`](../tests/sabotage) takes away a mechanism that a guarantee rests on. \
-         `cargo dev sabotage`\napplies one after the other to a copy, and runs the tests that must fail then. This is \
-         what it wrote last, on\n{date}, commit {}{changed}:\n\n\
-         | what is taken away | result | tests that fail without it |\n|---|---|---|\n",
-        commit.trim()
-    );
-    for (patch, verdict) in rows {
+         `cargo dev sabotage`\napplies one after the other to a copy of the tree, and runs the tests that must fail \
+         then. This is what it wrote last.\n\n\
+         | what is taken away | result | date, commit | tests that fail without it |\n|---|---|---|---|\n"
+        .to_owned();
+    for name in known {
+        let link = format!("| [{name}](../tests/sabotage/{name}.patch): ");
+        let Some((patch, verdict)) = rows.iter().find(|(patch, _)| patch.name == *name) else {
+            text.extend(
+                before.lines().filter(|line| line.starts_with(&link)).flat_map(|l| [l, "\n"]),
+            );
+            continue;
+        };
         let tests: Vec<String> = patch.caught_by.iter().map(|test| format!("`{test}`")).collect();
-        let name = &patch.name;
+        let result =
+            if verdict == CAUGHT { CAUGHT.to_owned() } else { format!("**SURVIVED**: {verdict}") };
         writeln!(
             text,
-            "| [{name}](../tests/sabotage/{name}.patch): {} | {} | {} |",
+            "{link}{} | {result} | {date}, {}{changed} | {} |",
             patch.what,
-            if verdict == CAUGHT { CAUGHT.to_owned() } else { format!("**SURVIVED**: {verdict}") },
+            commit.trim(),
             tests.join(", ")
         )?;
     }
