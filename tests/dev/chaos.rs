@@ -283,10 +283,14 @@ impl Stage {
         show.line("load", format_args!("{} payments confirmed", confirmed.load(Relaxed)));
 
         let wait = show.wait("everything comes to rest");
-        self.rest(&mut letters).await?;
+        let rested = self.rest(&mut letters).await;
         drop(wait);
-        show.line("rest", "nothing is under way");
-        self.lines(&letters, options.orders).await
+        let found =
+            rested.as_ref().err().map_or("it does".to_owned(), |error| format!("{error:#}"));
+        show.line("rest", &found);
+        let mut lines = vec![Line::new("everything comes to rest", found, rested.is_ok())];
+        lines.extend(self.lines(&letters, options.orders).await?);
+        Ok(lines)
     }
 
     /// Waits for quiet by state. What was published past the outbox and lost by the broker is published

@@ -261,9 +261,10 @@ impl World {
     /// Stops the servers, and copies what they and the services leave behind to `folder`: databases,
     /// stores and logs.
     pub async fn keep(&mut self, folder: &Path) -> anyhow::Result<()> {
-        self.nats.stop("TERM").await?;
+        // Either may be gone, or stopped, by the time that this is asked for.
+        self.nats.stop("KILL").await.ok();
         let postgres = self.own_postgres.as_mut().context("the databases are not ours")?;
-        postgres.stop("INT").await?;
+        postgres.stop("QUIT").await.ok();
         copy_folder(postgres.folder().context("it is not ours")?, &folder.join("postgres"))?;
         copy_folder(self.nats.folder().context("it is not ours")?, &folder.join("nats"))
     }
