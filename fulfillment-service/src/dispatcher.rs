@@ -25,12 +25,9 @@ use futures_util::{FutureExt as _, future::join_all};
 use serde::Deserialize;
 use shared::{
     backoff,
-    commands::{dead_letters::Replayed, operator},
+    commands::dead_letters::{Replayed, resolve_replayed},
     database,
-    dead_letters::{
-        self, Letter, Reason,
-        settle::{self, Kept},
-    },
+    dead_letters::{self, Letter, Reason, settle::Kept},
     events::{Event, OrderDispatched, PAYMENT_CONFIRMED_SUBJECT},
     lifecycle::Health,
     outbox,
@@ -317,8 +314,7 @@ pub async fn request_again(
     } else {
         "the dispatch is not refused any more"
     };
-    let resolution = format!("replayed: {how}");
-    settle::resolve(&mut tx, letter.dead_letter_id, &resolution, &operator()).await?;
+    resolve_replayed(&mut tx, letter.dead_letter_id, how).await?;
     tx.commit().await?;
     Ok(Replayed::Settled(how.to_owned()))
 }

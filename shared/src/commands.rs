@@ -99,7 +99,7 @@ async fn connected(common: &Common, user: &str) -> anyhow::Result<Nats> {
 }
 
 /// Who gives the command: the user's name, or number where there is no name.
-pub fn operator() -> String {
+fn operator() -> String {
     ["SUDO_USER", "USER", "LOGNAME"]
         .iter()
         .find_map(|name| std::env::var(name).ok())

@@ -40,13 +40,14 @@ use self::{
     hands::{Injected, Letter},
     schedule::{Counts, Fault, MESSAGES, NETWORK, SERVICES},
 };
-use crate::show::Timeline;
+use crate::{
+    demo::{AMOUNT, SECRET},
+    show::Timeline,
+};
 
 const ORDERS: usize = 2;
 const FULFILLMENTS: usize = 3;
 const CLIENTS: usize = 16;
-const AMOUNT: i64 = 1999;
-const SECRET: &str = "whsec_Zm9yLWRldmVsb3BtZW50LW9ubHktbm90LXNlY3JldA==";
 const START_LIMIT: Duration = Duration::from_secs(60);
 /// The longest way back to rest: an acknowledgement time, and a lease of the carrier's after it.
 const QUIET_LIMIT: Duration = Duration::from_secs(90);

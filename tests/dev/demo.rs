@@ -42,9 +42,9 @@ const LATE: &str = "calm-0";
 const TOO_LATE: Duration = Duration::from_secs(8);
 
 /// What the payment provider signs with.
-const SECRET: &str = "whsec_Zm9yLWRldmVsb3BtZW50LW9ubHktbm90LXNlY3JldA==";
+pub(crate) const SECRET: &str = "whsec_Zm9yLWRldmVsb3BtZW50LW9ubHktbm90LXNlY3JldA==";
 
-const AMOUNT: i64 = 1999;
+pub(crate) const AMOUNT: i64 = 1999;
 const LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) async fn run() -> anyhow::Result<()> {

@@ -11,7 +11,7 @@ use clap::Subcommand;
 use futures_util::TryStreamExt as _;
 use serde::Serialize;
 use serde_json::json;
-use sqlx::PgPool;
+use sqlx::{PgConnection, PgPool};
 use tokio::pin;
 use uuid::Uuid;
 
@@ -199,9 +199,7 @@ async fn replay_one(
         Replayed::Readable => ("readable", "it would be handed to the handler".to_owned()),
         Replayed::Settled(how) => {
             // Crash point 7, after the effect and before the note: replayed again, it is a duplicate.
-            let mut connection = pool.acquire().await?;
-            let resolution = format!("replayed: {how}");
-            settle::resolve(&mut connection, id, &resolution, &operator()).await?;
+            resolve_replayed(&mut *pool.acquire().await?, id, &how).await?;
             ("settled", how)
         }
         Replayed::Failed { reason, error } => {
@@ -211,6 +209,15 @@ async fn replay_one(
             (STAYS, error)
         }
     })
+}
+
+/// Settles a letter that was replayed, and says how. For a replay that does it in a transaction of its own:
+/// to be settled again changes nothing.
+///
+/// # Errors
+/// When the database refuses.
+pub async fn resolve_replayed(tx: &mut PgConnection, id: Uuid, how: &str) -> sqlx::Result<bool> {
+    settle::resolve(tx, id, &format!("replayed: {how}"), &operator()).await
 }
 
 /// Hands a letter to `handler`, as the consumer does with a delivery.
