@@ -1,5 +1,6 @@
 //! `cargo dev …`: everything a developer of this project does, with no other tool installed.
 
+mod bench;
 mod chaos;
 mod check;
 mod compose;
@@ -49,6 +50,8 @@ enum Command {
         /// Which of them; all if none is named
         scenarios: Vec<compose::Scenario>,
     },
+    /// Measures relay, inbox, confirmation and latency beside what they could be
+    Bench(bench::Options),
     /// Kills, stops, cuts off and empties everything while payments are confirmed, and reads the ledger
     Chaos(chaos::Options),
     /// Takes one mechanism away after the other, and sees whether the tests notice; takes its time
@@ -69,6 +72,7 @@ async fn main() -> ExitCode {
         Command::Test { .. } => check::test(std::env::args_os().skip(2)),
         Command::Check { no_tests } => check::all(no_tests).await,
         Command::Compose { scenarios } => compose::run(&scenarios).await,
+        Command::Bench(options) => bench::run(options).await,
         Command::Chaos(options) => chaos::run(options).await,
         Command::Sabotage { patches } => sabotage::run(&patches).await,
         Command::Sqlx => check::refresh_queries().await,

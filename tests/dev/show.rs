@@ -10,11 +10,18 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// Prints a timeline. On a terminal, work in progress has a bar; in a pipe, only lines are printed.
 pub(crate) struct Timeline {
     start: Instant,
+    /// Standard output belongs to a machine.
+    aside: bool,
 }
 
 impl Timeline {
     pub(crate) fn new() -> Self {
-        Self { start: Instant::now() }
+        Self::aside(false)
+    }
+
+    /// On standard error, if `aside`.
+    pub(crate) fn aside(aside: bool) -> Self {
+        Self { start: Instant::now(), aside }
     }
 
     /// Since the beginning.
@@ -24,7 +31,8 @@ impl Timeline {
 
     /// Something that happened, and who saw it.
     pub(crate) fn line(&self, who: &str, what: impl Display) {
-        println!("{:>6.2}s  {who:<12}  {what}", self.start.elapsed().as_secs_f64());
+        let line = format!("{:>6.2}s  {who:<12}  {what}", self.start.elapsed().as_secs_f64());
+        if self.aside { eprintln!("{line}") } else { println!("{line}") }
     }
 
     /// A heading.

@@ -24,6 +24,29 @@ const ROLES: [&str; 4] = ["orders_setup", "orders", "fulfillment_setup", "fulfil
 
 const START_LIMIT: Duration = Duration::from_secs(30);
 
+/// For tests.
+const CARELESS: [&str; 4] = [
+    "max_connections=400",
+    // The machine does not lose power here, the server does: what it has written to the operating
+    // system stays.
+    "fsync=off",
+    "full_page_writes=off",
+    // As a careless operator might have it. The services ask for better, and tests that kill the
+    // server would lose payments if they did not.
+    "synchronous_commit=off",
+];
+
+/// For measurements: nothing is left out that a power failure would ask for, and PostgreSQL's
+/// defaults otherwise, but for what is there to be raised.
+const MEASURED: [&str; 5] = [
+    "max_connections=400",
+    "shared_buffers=1GB",
+    "max_wal_size=4GB",
+    "shared_preload_libraries=pg_stat_statements",
+    // When each row was committed, for the latency.
+    "track_commit_timestamp=on",
+];
+
 /// A PostgreSQL server, ours or one that was given.
 #[derive(Debug)]
 pub struct Postgres {
@@ -50,24 +73,32 @@ impl Postgres {
     /// A new server with an empty data directory, which is removed with it. Everybody may do
     /// everything.
     pub async fn start() -> anyhow::Result<Self> {
-        Self::start_with("trust").await
+        Self::start_with("trust", &CARELESS).await
     }
 
     /// A new server with the databases and roles of `deploy/`, whose passwords are their names.
     pub async fn deployed() -> anyhow::Result<Self> {
-        let server = Self::start_with("scram-sha-256").await?;
+        Self::start_with("scram-sha-256", &CARELESS).await?.provisioned().await
+    }
+
+    /// The same, to be measured.
+    pub async fn measured() -> anyhow::Result<Self> {
+        Self::start_with("scram-sha-256", &MEASURED).await?.provisioned().await
+    }
+
+    async fn provisioned(self) -> anyhow::Result<Self> {
         let mut psql = tokio::process::Command::new(find_postgres()?.path.join("psql"));
         psql.args(["--no-psqlrc", "--quiet", "--set=ON_ERROR_STOP=1"])
             .arg("--file")
             .arg(root().join("deploy/postgres/provision.sql"))
-            .arg(server.url("postgres"))
+            .arg(self.url("postgres"))
             .envs(ROLES.map(|role| (format!("{}_PASSWORD", role.to_uppercase()), role)));
         let output = psql.output().await.context("cannot run psql")?;
         ensure!(output.status.success(), "psql: {}", String::from_utf8_lossy(&output.stderr));
-        Ok(server)
+        Ok(self)
     }
 
-    async fn start_with(authentication: &str) -> anyhow::Result<Self> {
+    async fn start_with(authentication: &str, settings: &[&str]) -> anyhow::Result<Self> {
         let binaries = find_postgres()?.path;
         let data = tempfile::Builder::new().prefix("outbox-pair-postgres-").tempdir()?;
         let user = is_root().then_some(NOBODY);
@@ -93,21 +124,10 @@ impl Postgres {
         ensure!(output.status.success(), "initdb: {}", String::from_utf8_lossy(&output.stderr));
 
         let port = free_port()?;
-        let settings = [
-            "listen_addresses=127.0.0.1".to_owned(),
-            format!("port={port}"),
-            "unix_socket_directories=".to_owned(),
-            "max_connections=400".to_owned(),
-            // The machine does not lose power here, the server does: what it has written to the
-            // operating system stays.
-            "fsync=off".to_owned(),
-            "full_page_writes=off".to_owned(),
-            // As a careless operator might have it. The services ask for better, and tests that
-            // kill the server would lose payments if they did not.
-            "synchronous_commit=off".to_owned(),
-        ];
+        let port_is = format!("port={port}");
+        let place = ["listen_addresses=127.0.0.1", &port_is, "unix_socket_directories="];
         let mut arguments = vec!["-D".into(), cluster.into()];
-        for setting in settings {
+        for setting in place.iter().chain(settings) {
             arguments.extend(["-c".into(), setting.into()]);
         }
         let program = Program {

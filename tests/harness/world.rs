@@ -91,6 +91,19 @@ impl World {
         Self::assemble(Some(postgres), None, nats, broker, names)
     }
 
+    /// The same, to be measured: servers that keep what they acknowledge over a power failure, with
+    /// the given `sync_interval` of nats-server.
+    pub async fn measured(sync_interval: &str) -> anyhow::Result<Self> {
+        let here = format!("sync_interval: {sync_interval}");
+        let nats = NatsServer::deployed(|config| config.replace("sync_interval: always", &here));
+        let nats = nats.await?;
+        let broker = Broker::connect(&nats.url_as("operator")).await?;
+        let names = ["orders", "fulfillment"].map(str::to_owned);
+        let world = Self::assemble(Some(Postgres::measured().await?), None, nats, broker, names)?;
+        world.run_deployed_setup().await?;
+        Ok(world)
+    }
+
     /// Has both services set up a world like that.
     pub async fn run_deployed_setup(&self) -> anyhow::Result<()> {
         for kind in [Kind::Orders, Kind::Fulfillment] {
