@@ -2,7 +2,9 @@
 //!
 //! A dispatch starts as `requested`, is taken under a lease as often as it needs, and ends as
 //! `dispatched` or `failed`, once: every change asks for the status and for the attempt that was
-//! taken, so whoever comes late hits no row.
+//! taken, so whoever comes late hits no row. Those changes name the states it must not be in, instead of
+//! `requested`: then only the primary key fits. A plan that is made while few wait would otherwise read
+//! the index of all that do, and be kept when they are many.
 
 use std::{collections::HashSet, time::Duration};
 
@@ -66,39 +68,41 @@ pub async fn request(
     let event_ids: Vec<Uuid> = deliveries().map(|delivery| delivery.event.id.get()).collect();
     let stream_seqs: Vec<i64> =
         deliveries().map(|delivery| delivery.origin.stream_seq.cast_signed()).collect();
-    let traceparents: Vec<Option<String>> =
-        deliveries().map(|delivery| delivery.traceparent().map(str::to_owned)).collect();
-    let text = |of: fn(&PaymentConfirmed) -> &str| -> Vec<String> {
-        requests.iter().map(|request| of(request.payment()).to_owned()).collect()
+    let traceparents: Vec<Option<&str>> = deliveries().map(Delivery::traceparent).collect();
+    let text = |of: fn(&PaymentConfirmed) -> &str| -> Vec<&str> {
+        requests.iter().map(|request| of(request.payment())).collect()
     };
     let amounts: Vec<i64> =
         requests.iter().map(|request| request.payment().amount_minor.get()).collect();
     let inserted = sqlx::query_scalar!(
-        r#"insert into dispatches (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
-                                   currency, event_id, stream_seq, traceparent)
-           select dispatch_id, transaction_id, order_id, customer_id, amount_minor, currency,
-                  event_id, stream_seq, traceparent
-           from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::text[],
-                       $7::uuid[], $8::bigint[], $9::text[])
-                with ordinality
-                as request (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
-                            currency, event_id, stream_seq, traceparent, place)
-           -- in one order everywhere, so that two batches with common payments cannot deadlock
-           order by transaction_id, place
-           -- either constraint: one per transaction, one per order
-           on conflict do nothing
-           returning dispatch_id"#,
+        r#"with inserted as (
+               insert into dispatches (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
+                                       currency, event_id, stream_seq, traceparent)
+               select dispatch_id, transaction_id, order_id, customer_id, amount_minor, currency,
+                      event_id, stream_seq, traceparent
+               from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::text[],
+                           $7::uuid[], $8::bigint[], $9::text[])
+                    with ordinality
+                    as request (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
+                                currency, event_id, stream_seq, traceparent, place)
+               -- in one order everywhere, so that two batches with common payments cannot deadlock
+               order by transaction_id, place
+               -- either constraint: one per transaction, one per order
+               on conflict do nothing
+               returning dispatch_id
+           )
+           select coalesce(array_agg(dispatch_id), '{}') as "dispatch_ids!" from inserted"#,
         &dispatch_ids,
-        &text(|payment| payment.transaction_id.as_str()),
-        &text(|payment| payment.order_id.as_str()),
-        &text(|payment| payment.customer_id.as_str()),
+        &text(|payment| payment.transaction_id.as_str()) as &[&str],
+        &text(|payment| payment.order_id.as_str()) as &[&str],
+        &text(|payment| payment.customer_id.as_str()) as &[&str],
         &amounts,
-        &text(|payment| payment.currency.as_str()),
+        &text(|payment| payment.currency.as_str()) as &[&str],
         &event_ids,
         &stream_seqs,
-        &traceparents as &[Option<String>],
+        &traceparents as &[Option<&str>],
     )
-    .fetch_all(tx)
+    .fetch_one(tx)
     .await?;
     Ok(inserted.into_iter().collect())
 }
@@ -188,7 +192,7 @@ pub async fn complete(
     let dispatched_at = sqlx::query_scalar!(
         r#"update dispatches
            set status = 'dispatched', dispatched_at = now(), tracking_code = $3, last_error = null
-           where dispatch_id = $1 and status = 'requested' and attempts = $2
+           where dispatch_id = $1 and status not in ('dispatched', 'failed') and attempts = $2
            returning dispatched_at as "dispatched_at!""#,
         taken.parcel.dispatch_id,
         taken.attempt,
@@ -202,7 +206,7 @@ pub async fn fail(tx: &mut PgConnection, taken: &Taken, reason: &str) -> sqlx::R
     let failed = sqlx::query!(
         "update dispatches
          set status = 'failed', last_error = $3
-         where dispatch_id = $1 and status = 'requested' and attempts = $2",
+         where dispatch_id = $1 and status not in ('dispatched', 'failed') and attempts = $2",
         taken.parcel.dispatch_id,
         taken.attempt,
         storable(reason),
@@ -220,7 +224,7 @@ pub async fn postpone(
     let postponed = sqlx::query!(
         "update dispatches
          set due_at = now() + make_interval(secs => $3), last_error = $4
-         where dispatch_id = $1 and status = 'requested' and attempts = $2",
+         where dispatch_id = $1 and status not in ('dispatched', 'failed') and attempts = $2",
         taken.parcel.dispatch_id,
         taken.attempt,
         delay.as_secs_f64(),

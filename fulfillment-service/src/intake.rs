@@ -87,17 +87,16 @@ impl Handler for Intake {
         if !inserted.is_empty() {
             self.dispatcher_waker.notify_one();
         }
-        for (delivery, verdict) in batch.iter().zip(&verdicts) {
-            if matches!(verdict, Verdict::Done) {
-                let payment = &delivery.event.data;
-                info!(
-                    order.id = %payment.order_id, event.id = %delivery.event.id,
-                    traceparent = delivery.traceparent(), "dispatch requested for payment {}",
-                    payment.transaction_id
-                );
-            }
-        }
         Ok(verdicts)
+    }
+
+    fn applied(&self, delivery: &Delivery<PaymentConfirmed>) {
+        let payment = &delivery.event.data;
+        info!(
+            order.id = %payment.order_id, event.id = %delivery.event.id,
+            traceparent = delivery.traceparent(), "dispatch requested for payment {}",
+            payment.transaction_id
+        );
     }
 }
 

@@ -31,6 +31,7 @@ use shared::{
     lifecycle::{Health, Lifecycle},
     nats::{self, Nats},
     relay::Relay,
+    retention::Retention,
     setup, telemetry, topology,
 };
 use sqlx::{PgPool, migrate::Migrator};
@@ -159,6 +160,12 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
         healths,
         lifecycle: lifecycle.clone(),
     });
+    let retention = Retention {
+        pool: pool.clone(),
+        outbox: common.outbox_retention,
+        inbox: Some(common.inbox_retention),
+    };
+    lifecycle.worker("the retention", retention.run(lifecycle.stop()));
     lifecycle.worker("HTTP", http::serve(listener, app, lifecycle.clone()));
 
     let close = async {

@@ -25,6 +25,7 @@ use shared::{
     lifecycle::{Health, Lifecycle},
     nats,
     relay::Relay,
+    retention::Retention,
     setup, telemetry, topology,
 };
 use sqlx::migrate::Migrator;
@@ -116,6 +117,8 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     });
     lifecycle.worker("the relay", relay.run(lifecycle.stop()));
     lifecycle.worker("the consumer", consumer.run(lifecycle.stop()));
+    let retention = Retention { pool: pool.clone(), outbox: common.outbox_retention, inbox: None };
+    lifecycle.worker("the retention", retention.run(lifecycle.stop()));
     lifecycle.worker("HTTP", shared_http::serve(listener, app, lifecycle.clone()));
 
     let close = async {

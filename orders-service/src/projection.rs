@@ -59,15 +59,15 @@ impl Handler for Projection {
         // Crash point 5a, before the commit: nothing happened, everything is delivered again.
         tx.commit().await.context("cannot commit")?;
         // Crash point 5b, after it and before the ack: delivered again, and finds nothing to do.
-        for place in changed {
-            let delivery = &batch[place];
-            let report = &delivery.event.data;
-            info!(
-                order.id = %report.order_id, event.id = %delivery.event.id,
-                traceparent = delivery.traceparent(), "order is on its way as {}", report.tracking_code
-            );
-        }
         Ok(verdicts)
+    }
+
+    fn applied(&self, delivery: &Delivery<OrderDispatched>) {
+        let report = &delivery.event.data;
+        info!(
+            order.id = %report.order_id, event.id = %delivery.event.id,
+            traceparent = delivery.traceparent(), "order is on its way as {}", report.tracking_code
+        );
     }
 }
 

@@ -13,7 +13,7 @@ use clap::{
 
 use tracing_subscriber::EnvFilter;
 
-use crate::{commands, database::DatabaseUrl, login::Settings, telemetry::LogFormat};
+use crate::{commands, database::DatabaseUrl, login::Settings, telemetry::LogFormat, topology};
 
 /// Settings of either service.
 #[derive(Debug, Clone, Args)]
@@ -49,6 +49,14 @@ pub struct Common {
     /// Deliveries before a message goes to the dead letters, for example 10
     #[arg(long, env, default_value = "10", value_parser = clap::value_parser!(u32).range(1..))]
     pub consumer_max_deliveries: u32,
+
+    /// How long published rows of the outbox stay, for example 14d
+    #[arg(long, env, default_value = "14d", value_parser = duration)]
+    pub outbox_retention: Duration,
+
+    /// How long rows of the inbox stay, at least as long as the stream keeps events, for example 30d
+    #[arg(long, env, default_value = "30d", value_parser = inbox_retention)]
+    pub inbox_retention: Duration,
 
     /// How long the drain after a signal may take, for example 20s
     #[arg(long, env, default_value = "20s", value_parser = duration)]
@@ -151,6 +159,17 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// An event that the stream still has may be delivered again, to a consumer that was set back for
+/// example; the inbox must know it then.
+fn inbox_retention(text: &str) -> Result<Duration, String> {
+    let keep = duration(text)?;
+    if keep < topology::MAX_AGE {
+        let stream = humantime::format_duration(topology::MAX_AGE);
+        return Err(format!("shorter than the stream keeps events, which is {stream}"));
+    }
+    Ok(keep)
+}
+
 /// Where a health check of this machine finds a service that listens on `address`.
 pub fn local(mut address: SocketAddr) -> SocketAddr {
     if address.ip().is_unspecified() {
@@ -230,6 +249,7 @@ mod tests {
             ),
             (&[DATABASE, "--shutdown-grace=soon"], "SHUTDOWN_GRACE", "expected number", "20s"),
             (&[DATABASE, "--shutdown-grace=0s"], "SHUTDOWN_GRACE", "zero", "20s"),
+            (&[DATABASE, "--inbox-retention=13d"], "INBOX_RETENTION", "stream", "30d"),
             (&[DATABASE, "--rust-log=sqlx=loud"], "RUST_LOG", "expected one of", "info"),
             (&[DATABASE, "--log-format=loud"], "LOG_FORMAT", "possible values", "text"),
             (

@@ -6,13 +6,16 @@
 //! effect is applied once however often it is asked (inbox, business key), because redelivery is
 //! normal: after a crash, a lost ack, a slow batch.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context as _, bail};
 use async_nats::jetstream::{AckKind, Message, consumer::PullConsumer};
-use futures_util::{StreamExt as _, future::join_all};
+use futures_util::StreamExt as _;
 use sqlx::PgPool;
-use tokio::time::sleep;
+use tokio::{
+    task::{JoinSet, coop::unconstrained},
+    time::sleep,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, error, info, warn};
 
@@ -34,6 +37,9 @@ const REBIND_CAP: Duration = Duration::from_secs(5);
 /// How long the server keeps an unanswered pull open, and how often it says it is still there.
 const PULL_EXPIRES: Duration = Duration::from_secs(30);
 const HEARTBEAT: Duration = Duration::from_secs(5);
+
+/// Batches in hand at the same time: while one waits for the database or the broker, the other works.
+const UNITS: usize = 2;
 
 /// A durable consumer and its handler.
 pub struct Consumer<H> {
@@ -61,15 +67,18 @@ impl<H: Handler> Consumer<H> {
     /// # Errors
     /// Never of its own accord: whatever fails is tried again, and readiness says so.
     pub async fn run(self, stop: CancellationToken) -> anyhow::Result<()> {
+        let consumer = Arc::new(self);
+        let mut units = JoinSet::new();
         let mut failures = 0;
         while !stop.is_cancelled() {
-            let Err(error) = self.consume(&stop, &mut failures).await else { continue };
+            let consumed = consumer.consume(&mut units, &stop, &mut failures).await;
+            let Err(error) = consumed else { continue };
             failures += 1;
-            self.health.failing(Causes(&error).to_string());
+            consumer.health.failing(Causes(&error).to_string());
             warn!(
                 attempt = failures,
                 "consumer {}: {}; binding again",
-                self.durable,
+                consumer.durable,
                 Causes(&error)
             );
             tokio::select! {
@@ -77,13 +86,19 @@ impl<H: Handler> Consumer<H> {
                 () = sleep(backoff::delay(failures, REBIND_BASE, REBIND_CAP)) => {}
             }
         }
-        info!("consumer {} has stopped", self.durable);
+        units.join_all().await;
+        info!("consumer {} has stopped", consumer.durable);
         Ok(())
     }
 
     /// Binds to the durable and processes what it delivers. Ok when told to stop, or connected anew; any
     /// error of the pull means: let go, wait, bind again, because it does not always end by itself.
-    async fn consume(&self, stop: &CancellationToken, failures: &mut u32) -> anyhow::Result<()> {
+    async fn consume(
+        self: &Arc<Self>,
+        units: &mut JoinSet<()>,
+        stop: &CancellationToken,
+        failures: &mut u32,
+    ) -> anyhow::Result<()> {
         let consumer: PullConsumer = self
             .nats
             .jetstream()
@@ -96,7 +111,8 @@ impl<H: Handler> Consumer<H> {
         let connection = self.nats.connection();
         let messages = consumer
             .stream()
-            .max_messages_per_batch(self.batch)
+            // The client asks for more when half is taken: so that a whole batch waits while we work.
+            .max_messages_per_batch(2 * self.batch)
             .expires(PULL_EXPIRES)
             .heartbeat(HEARTBEAT)
             .messages()
@@ -105,11 +121,17 @@ impl<H: Handler> Consumer<H> {
         // Whatever is there, up to a batch, without waiting for more.
         let mut batches = messages.ready_chunks(self.batch);
         loop {
-            self.health.ok();
+            // One that is in hand says itself how it goes: perhaps it waits for the database.
+            let finished = units.try_join_next().transpose().context("a unit of work failed")?;
+            if finished.is_some() || units.is_empty() {
+                self.health.ok();
+            }
             let batch = tokio::select! {
                 () = stop.cancelled() => return Ok(()),
                 () = sleep(HEARTBEAT) => Some(Vec::new()),
-                batch = batches.next() => batch,
+                // A part of a batch costs as much as a whole one, and tokio would have others go first
+                // after 128 messages.
+                batch = unconstrained(batches.next()) => batch,
             };
             if self.nats.connection() != connection {
                 info!("consumer {}: connected anew, binding again", self.durable);
@@ -117,8 +139,20 @@ impl<H: Handler> Consumer<H> {
             }
             let Some(batch) = batch else { bail!("the server ended the pull") };
             let (messages, errors): (Vec<_>, Vec<_>) = batch.into_iter().partition(Result::is_ok);
+            let messages: Vec<Message> = messages.into_iter().flatten().collect();
+            // What was delivered before has nothing else beside it, see `process`.
+            let suspicious = messages.iter().any(|m| m.info().is_ok_and(|info| info.delivered > 1));
+            while units.len() >= if suspicious { 1 } else { UNITS } {
+                units.join_next().await.transpose().context("a unit of work failed")?;
+            }
             // Not inside the select!: a batch is never cancelled half way.
-            self.process(messages.into_iter().flatten().collect(), connection, stop).await;
+            let (consumer, stop) = (Arc::clone(self), stop.clone());
+            let unit = async move { consumer.process(messages, connection, &stop).await };
+            if suspicious {
+                unit.await
+            } else {
+                units.spawn(unit);
+            }
             if let Some(Err(error)) = errors.into_iter().next() {
                 return Err(error).context("the pull failed");
             }
@@ -169,19 +203,48 @@ impl<H: Handler> Consumer<H> {
     /// Applies deliveries and settles them. False if the broker did not confirm all of it.
     async fn handle(&self, deliveries: &[Delivery<H::Data>], stop: &CancellationToken) -> bool {
         let verdicts = self.apply(deliveries, stop).await;
+        for (delivery, verdict) in deliveries.iter().zip(&verdicts) {
+            if matches!(verdict, Some(Verdict::Done)) {
+                self.handler.applied(delivery);
+            }
+        }
         // Crash point 3b, after commit and before ack: delivered again, found in the inbox, acked.
         let applied = deliveries.iter().zip(&verdicts);
         self.settle_all(applied.filter_map(|(d, verdict)| Some((&d.origin, verdict.as_ref()?))))
             .await
     }
 
-    /// All at once, because each may have to wait for its confirmation in vain.
+    /// Tells the broker. If it does not get to know, or does not say so, which is false, it delivers
+    /// again, and the inbox answers.
     async fn settle_all<'a>(
         &self,
         verdicts: impl Iterator<Item = (&'a Origin, &'a Verdict)>,
     ) -> bool {
-        let confirmed = verdicts.map(|(origin, verdict)| self.settle(origin, verdict));
-        join_all(confirmed).await.into_iter().all(|confirmed| confirmed)
+        let (origins, kinds): (Vec<_>, Vec<_>) =
+            verdicts.map(|(origin, verdict)| (origin, Self::answer(origin, verdict))).unzip();
+        if origins.is_empty() {
+            return true;
+        }
+        // The broker knows a message by its place, and a broker that went back in time gives places
+        // anew: an ack of what it delivered before would be taken for that of another message, which
+        // nobody has handled. A broker only goes back with its connections.
+        let current = self.nats.connection();
+        if !self.nats.connected() || origins.iter().any(|origin| origin.connection != current) {
+            info!("{} not settled, their connection is gone; delivered again", origins.len());
+            return false;
+        }
+        let messages = origins.iter().map(|origin| &origin.message).zip(kinds);
+        match self.nats.settle(messages).await {
+            Ok(()) => true,
+            Err(error) => {
+                warn!(
+                    "the broker did not confirm that {} are settled, it will deliver again: {}",
+                    origins.len(),
+                    Causes(&error)
+                );
+                false
+            }
+        }
     }
 
     /// Understands a message, or says why it belongs into the dead letters.
@@ -311,11 +374,10 @@ impl<H: Handler> Consumer<H> {
         Some(())
     }
 
-    /// Tells the broker. If it does not get to know, or does not say so, which is false, it delivers again,
-    /// and the inbox answers.
-    async fn settle(&self, origin: &Origin, verdict: &Verdict) -> bool {
+    /// What a verdict is to the broker.
+    fn answer(origin: &Origin, verdict: &Verdict) -> AckKind {
         let seq = origin.stream_seq;
-        let kind = match verdict {
+        match verdict {
             Verdict::Done => AckKind::Ack,
             Verdict::Duplicate(guard) => {
                 info!(
@@ -340,23 +402,6 @@ impl<H: Handler> Consumer<H> {
             Verdict::Reject(stored) => {
                 error!(stream.seq = seq, "set aside in the dead letters: {}", stored.reason());
                 AckKind::Term
-            }
-        };
-        // The broker knows a message by its place, and a broker that went back in time gives places
-        // anew: an ack of what it delivered before would be taken for that of another message, which
-        // nobody has handled. A broker only goes back with its connections.
-        if !self.nats.connected() || self.nats.connection() != origin.connection {
-            info!(stream.seq = seq, "not settled, its connection is gone; it is delivered again");
-            return false;
-        }
-        match self.nats.settle(&origin.message, kind).await {
-            Ok(()) => true,
-            Err(error) => {
-                warn!(
-                    stream.seq = seq,
-                    "the broker did not confirm {kind:?}, it will deliver again: {error}"
-                );
-                false
             }
         }
     }

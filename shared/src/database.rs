@@ -11,7 +11,7 @@ use std::{str::FromStr, time::Duration};
 
 use anyhow::{Context as _, ensure};
 use sqlx::{
-    PgPool, PgTransaction,
+    Connection as _, PgPool, PgTransaction,
     migrate::Migrator,
     postgres::{PgConnectOptions, PgPoolOptions},
 };
@@ -22,6 +22,9 @@ const UNDEFINED_TABLE: &str = "42P01";
 
 /// How long a request or a worker waits for a free connection.
 const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long an idle connection is taken to be good without asking.
+const TRUSTED_FOR: Duration = Duration::from_secs(1);
 
 /// Where a database is, and the password for it, which `Debug` leaves out.
 #[derive(Clone)]
@@ -64,6 +67,17 @@ pub fn pool(DatabaseUrl(options): DatabaseUrl, max_connections: u32, name: &str)
     PgPoolOptions::new()
         .max_connections(max_connections)
         .acquire_timeout(ACQUIRE_TIMEOUT)
+        // sqlx asks each time whether the connection is still good, which is a round trip. One that was
+        // in use a moment ago is; and if not, its next statement says so.
+        .test_before_acquire(false)
+        .before_acquire(|connection, used| {
+            Box::pin(async move {
+                if used.idle_for > TRUSTED_FOR {
+                    connection.ping().await?;
+                }
+                Ok(true)
+            })
+        })
         .connect_lazy_with(options)
 }
 

@@ -34,6 +34,9 @@ pub trait Handler: Send + Sync + 'static {
         batch: &[Delivery<Self::Data>],
     ) -> impl Future<Output = anyhow::Result<Vec<Verdict>>> + Send;
 
+    /// Told of each delivery that was applied, after the commit: for the log.
+    fn applied(&self, _delivery: &Delivery<Self::Data>) {}
+
     /// Whether an error says that something besides the database is away, whatever it is asked.
     /// Then the consumer waits with what it has in hand, as it does for the database.
     fn is_outage(&self, _error: &anyhow::Error) -> bool {

@@ -5,12 +5,13 @@
 //! Without it every redelivery (a lost ack, a crash after commit, a relay that published twice) is
 //! applied again.
 
-use std::collections::HashSet;
+use std::{collections::HashSet, time::Duration};
 
 use sqlx::PgConnection;
+use time::OffsetDateTime;
 use uuid::Uuid;
 
-use crate::events::EventId;
+use crate::{events::EventId, retention::Deleted};
 
 /// Claims `event_ids` for `consumer` and returns those that nobody had claimed before.
 ///
@@ -25,16 +26,20 @@ pub async fn claim(
 ) -> sqlx::Result<HashSet<EventId>> {
     let event_ids: Vec<Uuid> = event_ids.into_iter().map(EventId::get).collect();
     let fresh = sqlx::query_scalar!(
-        r#"insert into processed_events (consumer, event_id)
-           select $1, event_id from unnest($2::uuid[]) as delivered (event_id)
-           -- in one order everywhere, so that two batches with common ids cannot deadlock
-           order by event_id
-           on conflict on constraint one_claim_per_event do nothing
-           returning event_id"#,
+        r#"with claimed as (
+               insert into processed_events (consumer, event_id)
+               select $1, event_id from unnest($2::uuid[]) as delivered (event_id)
+               -- in one order everywhere, so that two batches with common ids cannot deadlock
+               order by event_id
+               on conflict on constraint one_claim_per_event do nothing
+               returning event_id
+           )
+           -- one row with all of them costs both sides less than a row for each
+           select coalesce(array_agg(event_id), '{}') as "event_ids!" from claimed"#,
         consumer,
         &event_ids,
     )
-    .fetch_all(tx)
+    .fetch_one(tx)
     .await?;
     Ok(fresh.into_iter().map(EventId::from).collect())
 }
@@ -53,4 +58,38 @@ pub async fn unclaim(tx: &mut PgConnection, consumer: &str, event_id: EventId) -
     .execute(tx)
     .await
     .map(|_| ())
+}
+
+/// Deletes claims that were made longer than `keep` ago, oldest first; from `after` on, if that is given.
+///
+/// # Errors
+/// When the database cannot be asked.
+pub async fn delete_old(
+    connection: &mut PgConnection,
+    keep: Duration,
+    after: Option<OffsetDateTime>,
+    limit: i64,
+) -> sqlx::Result<Deleted> {
+    sqlx::query_as!(
+        Deleted,
+        r#"with old as (
+               select consumer, event_id, processed_at
+               from processed_events
+               where processed_at < now() - make_interval(secs => $1)
+                 -- Whoever begins at the beginning walks through all that was deleted since the last vacuum.
+                 and processed_at >= coalesce($2::timestamptz, '-infinity')
+               order by processed_at
+               limit $3
+           ), deleted as (
+               delete from processed_events using old
+               where processed_events.consumer = old.consumer
+                 and processed_events.event_id = old.event_id
+           )
+           select count(*) as "count!", max(processed_at) as up_to from old"#,
+        keep.as_secs_f64(),
+        after,
+        limit,
+    )
+    .fetch_one(connection)
+    .await
 }

@@ -29,6 +29,7 @@ pub mod login;
 pub mod nats;
 pub mod outbox;
 pub mod relay;
+pub mod retention;
 pub mod setup;
 pub mod telemetry;
 pub mod tls;

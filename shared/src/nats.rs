@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use async_nats::{
-    Client, Event, Message, RequestError, ServerError,
+    Client, Event, Message, ServerError,
     connection::State,
     jetstream::{self, AckKind},
 };
@@ -193,16 +193,28 @@ impl Nats {
         &self.js
     }
 
-    /// Acks, naks or terminates a delivery, and waits until the server says it knows.
+    /// Acks, naks or terminates deliveries of one consumer, and waits until the server says it knows.
     ///
-    /// By request, not by `double_ack()`: that one takes the "no responders" of a deleted consumer
-    /// for a confirmation (async-nats 0.51, `jetstream/message.rs`).
+    /// The server takes what comes on one connection in its order, so its word about the last one is
+    /// its word about all: half the messages of asking for each. By request, not by `double_ack()`:
+    /// that one takes the "no responders" of a deleted consumer for a confirmation (async-nats 0.51,
+    /// `jetstream/message.rs`).
     ///
     /// # Errors
-    /// The message will be delivered again, which the inbox absorbs.
-    pub async fn settle(&self, message: &Message, kind: AckKind) -> Result<(), RequestError> {
-        let Some(reply) = message.reply.clone() else { return Ok(()) };
-        self.client.request(reply, kind.into()).await.map(|_| ())
+    /// Some may be delivered again, which the inbox absorbs.
+    #[expect(clippy::disallowed_methods, reason = "the one place that answers to a delivery")]
+    pub async fn settle<'a>(
+        &self,
+        deliveries: impl IntoIterator<Item = (&'a Message, AckKind)>,
+    ) -> anyhow::Result<()> {
+        let answers = deliveries.into_iter().filter_map(|(m, kind)| Some((m.reply.clone()?, kind)));
+        let mut answers: Vec<_> = answers.collect();
+        let Some((last, kind)) = answers.pop() else { return Ok(()) };
+        for (reply, kind) in answers {
+            self.client.publish(reply, kind.into()).await?;
+        }
+        self.client.request(last, kind.into()).await?;
+        Ok(())
     }
 
     /// Sends what is buffered, then closes. At most six seconds, whatever the server does.

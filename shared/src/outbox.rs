@@ -7,6 +7,8 @@
 
 pub mod inspect;
 
+use std::time::Duration;
+
 use serde::Serialize;
 use sqlx::{PgConnection, PgPool, types::Json};
 use time::OffsetDateTime;
@@ -14,6 +16,7 @@ use uuid::Uuid;
 
 use crate::{
     events::{Event, EventId},
+    retention::Deleted,
     telemetry::TraceParent,
     topology,
 };
@@ -69,6 +72,8 @@ pub async fn enqueue<D: Serialize>(
 pub struct Row {
     /// Becomes the message id.
     pub event_id: EventId,
+    /// Publishing order.
+    pub seq: i64,
     /// Rows with the same one are published one after another.
     pub aggregate_id: String,
     /// Where to.
@@ -81,11 +86,14 @@ pub struct Row {
     pub attempts: i32,
 }
 
-/// The next rows to publish, oldest first.
+/// The next rows to publish behind `after`, oldest first; 0 is the start.
+///
+/// Whoever goes on from where they were passes by what others commit late, and has to come back for
+/// it. But nobody walks through what has just been marked, which stays in the index until a vacuum.
 ///
 /// # Errors
 /// When the database cannot be asked.
-pub async fn pending(pool: &PgPool, limit: i64) -> sqlx::Result<Vec<Row>> {
+pub async fn pending(pool: &PgPool, after: i64, limit: i64) -> sqlx::Result<Vec<Row>> {
     sqlx::query_as!(
         Row,
         r#"with held as (
@@ -93,18 +101,19 @@ pub async fn pending(pool: &PgPool, limit: i64) -> sqlx::Result<Vec<Row>> {
                -- aggregate may overtake them; what stands before them may go.
                select aggregate_id, min(seq) as seq
                from outbox
-               where published_at is null and (parked_at is not null or retry_at > now())
+               where parked_at is not null or retry_at > now()
                group by aggregate_id
            )
-           select event_id as "event_id: EventId", aggregate_id, subject, payload::text as "payload!",
-                  traceparent, attempts
+           select event_id as "event_id: EventId", seq, aggregate_id, subject,
+                  payload::text as "payload!", traceparent, attempts
            from outbox
-           where published_at is null
+           where published_at is null and seq > $2
              and not exists (select from held
                              where held.aggregate_id = outbox.aggregate_id and held.seq <= outbox.seq)
            order by seq
            limit $1"#,
         limit,
+        after,
     )
     .fetch_all(pool)
     .await
@@ -142,7 +151,10 @@ pub async fn mark_published(
          set published_at = now(), stream_seq = acknowledged.stream_seq, attempts = attempts + 1,
              retry_at = null
          from ours, unnest($1::uuid[], $2::bigint[]) as acknowledged (event_id, stream_seq)
-         where outbox.event_id = acknowledged.event_id and outbox.published_at is null",
+         where outbox.event_id = acknowledged.event_id
+           -- Not published, in words that no index but the primary key fits: of the one with all that
+           -- waits, a plan made while that was little would read the whole for each batch.
+           and outbox.stream_seq is null",
         &event_ids,
         &stream_seqs,
         holder,
@@ -177,7 +189,7 @@ pub async fn mark_failed(pool: &PgPool, failed: &[Failed]) -> sqlx::Result<()> {
              retry_at = now() + make_interval(secs => failed.retry_after),
              parked_at = case when failed.retry_after is null then now() end
          from unnest($1::uuid[], $2::text[], $3::float8[]) as failed (event_id, error, retry_after)
-         where outbox.event_id = failed.event_id and outbox.published_at is null",
+         where outbox.event_id = failed.event_id and outbox.stream_seq is null",
         &event_ids,
         &errors,
         &retry_after as &[Option<f64>],
@@ -252,4 +264,38 @@ pub async fn unpublish(pool: &PgPool, lost: &[Place], why: &str) -> sqlx::Result
     .execute(pool)
     .await?;
     Ok(unpublished.rows_affected())
+}
+
+/// Deletes rows that were published longer than `keep` ago, oldest first; from `after` on, if that is
+/// given. One that was taken back stays.
+///
+/// # Errors
+/// When the database cannot be asked.
+pub async fn delete_published(
+    connection: &mut PgConnection,
+    keep: Duration,
+    after: Option<OffsetDateTime>,
+    limit: i64,
+) -> sqlx::Result<Deleted> {
+    sqlx::query_as!(
+        Deleted,
+        r#"with old as (
+               select event_id, published_at
+               from outbox
+               where published_at < now() - make_interval(secs => $1)
+                 -- Whoever begins at the beginning walks through all that was deleted since the last vacuum.
+                 and published_at >= coalesce($2::timestamptz, '-infinity')
+               order by published_at
+               limit $3
+           ), deleted as (
+               delete from outbox using old
+               where outbox.event_id = old.event_id and outbox.published_at is not null
+           )
+           select count(*) as "count!", max(published_at) as up_to from old"#,
+        keep.as_secs_f64(),
+        after,
+        limit,
+    )
+    .fetch_one(connection)
+    .await
 }

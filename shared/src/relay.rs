@@ -8,19 +8,34 @@
 
 mod publish;
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
+use futures_util::FutureExt as _;
 use sqlx::PgPool;
 use tokio::{sync::Notify, time::sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 use uuid::Uuid;
 
-use crate::{audit, backoff, lease, lifecycle::Health, nats::Nats, outbox, telemetry::Causes};
+use self::publish::Sent;
+use crate::{
+    audit, backoff, lease,
+    lifecycle::Health,
+    nats::Nats,
+    outbox::{self, Row},
+    telemetry::Causes,
+};
 
 const RETRY_BASE: Duration = Duration::from_millis(100);
 /// Also the longest that a row waits once the broker is well again.
 const RETRY_CAP: Duration = Duration::from_secs(5);
+
+/// Of one step: after so many, the lease is renewed and the stream looked at again.
+const BATCHES: usize = 10;
+
+/// How long a relay whose work another one does lets wake-ups pile up: under load there is one for each
+/// commit, and the other looks once more anyway.
+const HAND_OVER: Duration = Duration::from_millis(5);
 
 /// How often a relay without a connection looks for one.
 const RECONNECT_LOOK: Duration = Duration::from_millis(200);
@@ -61,6 +76,15 @@ pub enum Outcome {
     Stuck(String),
 }
 
+/// Why a step is made.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Cause {
+    /// Perhaps there is something.
+    Look,
+    /// Somebody has just committed a row: no need to look.
+    Commit,
+}
+
 impl Relay {
     /// A relay for the rows of `pool`. `health` is how readiness learns that it is alive.
     pub fn new(
@@ -85,14 +109,18 @@ impl Relay {
     /// # Errors
     /// Never of its own accord: whatever fails is tried again, and readiness says so.
     pub async fn run(self, stop: CancellationToken) -> anyhow::Result<()> {
-        let mut failures = 0;
+        let (mut failures, mut cause) = (0, Cause::Look);
         while !stop.is_cancelled() {
             // Not inside a select!: a step is never cancelled half way.
-            let (pause, wakeable) = match self.step().await {
+            let done = self.step_after(cause).await;
+            cause = Cause::Look;
+            let (pause, wakeable) = match done {
                 Ok(Outcome::Worked { published, failed }) => {
                     debug!(published, failed, "relayed");
                     failures = 0;
                     self.health.ok();
+                    // What was committed meanwhile is seen by the next look.
+                    self.wake.notified().now_or_never();
                     continue;
                 }
                 Ok(Outcome::Refilled(lost)) => {
@@ -100,9 +128,15 @@ impl Relay {
                     self.health.ok();
                     continue;
                 }
-                Ok(Outcome::Idle | Outcome::Standby) => {
+                Ok(Outcome::Idle) => {
                     failures = 0;
                     self.health.ok();
+                    (self.poll_interval, true)
+                }
+                Ok(Outcome::Standby) => {
+                    failures = 0;
+                    self.health.ok();
+                    sleep(HAND_OVER).await;
                     (self.poll_interval, true)
                 }
                 Ok(Outcome::Disconnected) => {
@@ -132,7 +166,7 @@ impl Relay {
             // behind the step's back is not left for the poll.
             tokio::select! {
                 () = stop.cancelled() => {}
-                () = self.wake.notified(), if wakeable => {}
+                () = self.wake.notified(), if wakeable => cause = Cause::Commit,
                 () = sleep(pause) => {}
             }
         }
@@ -144,12 +178,16 @@ impl Relay {
         Ok(())
     }
 
-    /// One unit of work: look, take the lease, compare the stream with what it has acknowledged, publish
-    /// a batch, mark it.
+    /// One unit of work: look, and if something waits or was lost, take the lease, publish some batches,
+    /// mark them.
     ///
     /// # Errors
     /// When the database cannot be asked. Whatever was published and not marked is published again.
     pub async fn step(&self) -> sqlx::Result<Outcome> {
+        self.step_after(Cause::Look).await
+    }
+
+    async fn step_after(&self, cause: Cause) -> sqlx::Result<Outcome> {
         // Without a connection a publish is queued, reported as timed out, and sent long after.
         if !self.nats.connected() {
             return Ok(Outcome::Disconnected);
@@ -158,7 +196,7 @@ impl Relay {
         // Looking first, without the lease, is what lets replicas hand over without a poll: a
         // relay that finds the lease taken may go to sleep, because its holder looks once more
         // after giving it back. It also keeps an idle relay from writing.
-        if outbox::pending(&self.pool, 1).await?.is_empty() {
+        if cause == Cause::Look && outbox::pending(&self.pool, 0, 1).await?.is_empty() {
             // What a broker has lost may be waited for, even if nothing new ever happens.
             match self.has_lost().await? {
                 Ok(false) => return Ok(Outcome::Idle),
@@ -166,11 +204,14 @@ impl Relay {
                 Err(error) => return Ok(stuck(&error)),
             }
         }
-        if !lease::acquire(&self.pool, self.holder).await? {
-            return Ok(Outcome::Standby);
-        }
-        let outcome = match self.has_lost().await? {
-            Ok(false) => self.relay_batch(connection).await?,
+        let rows = async {
+            let ours = lease::acquire(&self.pool, self.holder).await?;
+            if ours { self.pending(0).await.map(Some) } else { Ok(None) }
+        };
+        let (rows, lost) = tokio::join!(rows, self.has_lost());
+        let Some(rows) = rows? else { return Ok(Outcome::Standby) };
+        let outcome = match lost? {
+            Ok(false) => self.relay(rows, connection).await?,
             Ok(true) => self.refill().await?,
             Err(error) => stuck(&error),
         };
@@ -181,14 +222,59 @@ impl Relay {
         Ok(outcome)
     }
 
-    async fn relay_batch(&self, connection: u64) -> sqlx::Result<Outcome> {
-        let limit = self.batch.try_into().unwrap_or(i64::MAX);
-        let rows = outbox::pending(&self.pool, limit).await?;
-        let drained = rows.len() < self.batch;
-        let mut sent = publish::publish(&self.nats, self.stream, rows).await;
-        // Crash point 2, after publish and before mark: the rows are published again under the same
-        // message ids. The broker drops them inside its window, the inbox beyond it.
-        if self.nats.connection() != connection {
+    /// Publishes `rows` and what is behind them. While one batch is published, the one before it is
+    /// marked and the one after it read, so that broker and database work at the same time.
+    async fn relay(&self, mut rows: Vec<Row>, connection: u64) -> sqlx::Result<Outcome> {
+        let (mut published, mut failed) = (0, 0);
+        let mut sent = Sent::default();
+        // At most one row of an aggregate is in flight, so one that turns up again in a later batch
+        // waits for the next step, and so does everything behind it.
+        let mut aggregates = HashSet::new();
+        let mut drained = false;
+        for batch in 1..=BATCHES {
+            drained = rows.len() < self.batch;
+            let more = !drained && batch < BATCHES;
+            let after = rows.last().map_or(0, |row| row.seq);
+            rows.retain(|row| !aggregates.contains(&row.aggregate_id));
+            aggregates.extend(rows.iter().map(|row| row.aggregate_id.clone()));
+            let (now_sent, marked, next, lost) = tokio::join!(
+                publish::publish(&self.nats, self.stream, rows),
+                self.mark(sent, connection),
+                async { if more { self.pending(after).await } else { Ok(Vec::new()) } },
+                async { if batch > 1 { self.has_lost().await } else { Ok(Ok(false)) } },
+            );
+            // Crash point 2, after publish and before mark: the rows are published again under the same
+            // message ids. The broker drops them inside its window, the inbox beyond it.
+            let marked = marked?;
+            (published, failed) = (published + marked.0, failed + marked.1);
+            (sent, rows) = (now_sent, next?);
+            if !matches!(lost?, Ok(false)) {
+                // A row marked now would be found in its place, and hide that others are not.
+                sent.published.clear();
+                break;
+            }
+            if rows.is_empty() || sent.stuck.is_some() {
+                break;
+            }
+        }
+        let stuck = sent.stuck.take();
+        let marked = self.mark(sent, connection).await?;
+        if drained {
+            lease::release(&self.pool, self.holder).await?;
+        }
+        Ok(match stuck {
+            Some(reason) => Outcome::Stuck(reason),
+            None => Outcome::Worked { published: published + marked.0, failed: failed + marked.1 },
+        })
+    }
+
+    async fn pending(&self, after: i64) -> sqlx::Result<Vec<Row>> {
+        outbox::pending(&self.pool, after, self.batch.try_into().unwrap_or(i64::MAX)).await
+    }
+
+    /// Writes down what became of a batch. Returns how many rows were published, and how many not.
+    async fn mark(&self, mut sent: Sent, connection: u64) -> sqlx::Result<(usize, usize)> {
+        if self.nats.connection() != connection && !sent.published.is_empty() {
             // The server came back, perhaps without what it had acknowledged a moment before, and of
             // rows marked now the next look would see the last one only.
             info!("connected anew while publishing; what was acknowledged is published again");
@@ -203,13 +289,7 @@ impl Relay {
         if !sent.failed.is_empty() {
             outbox::mark_failed(&self.pool, &sent.failed).await?;
         }
-        if drained {
-            lease::release(&self.pool, self.holder).await?;
-        }
-        Ok(match sent.stuck {
-            Some(reason) => Outcome::Stuck(reason),
-            None => Outcome::Worked { published: sent.published.len(), failed: sent.failed.len() },
-        })
+        Ok((sent.published.len(), sent.failed.len()))
     }
 
     /// Whether the broker is another one, or went back in time: then it does not have the event that was

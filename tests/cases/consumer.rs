@@ -138,6 +138,25 @@ async fn a_failing_message_comes_back_later_not_at_once() {
 
 /// `double_ack()` of async-nats 0.51 says Ok here.
 #[tokio::test]
+async fn the_brokers_word_about_the_last_ack_is_its_word_about_all() {
+    let world = World::new().await.unwrap();
+    let nats = connected(&world.nats.url()).await;
+    for _ in 0..10 {
+        for n in 0..200 {
+            announce(&world, &format!("tx-{n}"), &format!("A-{n}")).await;
+        }
+        let mut acked = 0;
+        while acked < 200 {
+            let batch = deliveries(&world, 200).await;
+            nats.settle(batch.iter().map(|message| (&**message, AckKind::Ack))).await.unwrap();
+            acked += batch.len();
+            // Not eventually: it has said so.
+            assert_eq!(world.broker.consumer_backlog().await.unwrap().1, 0);
+        }
+    }
+}
+
+#[tokio::test]
 async fn settling_for_a_consumer_that_is_gone_is_an_error() {
     let world = World::new().await.unwrap();
     let nats = connected(&world.nats.url()).await;
@@ -146,7 +165,7 @@ async fn settling_for_a_consumer_that_is_gone_is_an_error() {
         nats.jetstream().get_consumer_from_stream(CONSUMER, topology::ORDERS).await.unwrap();
     let message = durable.messages().await.unwrap().next().await.unwrap().unwrap();
     world.broker.js.delete_consumer_from_stream(CONSUMER, topology::ORDERS).await.unwrap();
-    assert!(nats.settle(&message, AckKind::Ack).await.is_err());
+    assert!(nats.settle([(&*message, AckKind::Ack)]).await.is_err());
 }
 
 #[tokio::test]
@@ -241,7 +260,7 @@ async fn deliveries_that_the_broker_has_forgotten_cost_one_wait_and_not_one_each
     }
     let consumer = consumer(&world, intake(&world.fulfillment), 10).await;
     for message in deliveries(&world, 40).await {
-        consumer.nats.settle(&message, AckKind::Nak(None)).await.unwrap();
+        consumer.nats.settle([(&*message, AckKind::Nak(None))]).await.unwrap();
     }
     let again = deliveries(&world, 40).await;
     world.broker.js.delete_stream(topology::ORDERS).await.unwrap();

@@ -92,6 +92,7 @@ fn both_services_have_the_same_outbox_and_dead_letters() {
         ("0004_migrations_are_setups", "0006_migrations_are_setups"),
         ("0005_published_rows", "0007_published_rows"),
         ("0006_dead_letter_replays", "0008_dead_letter_replays"),
+        ("0007_held_rows", "0009_held_rows"),
     ] {
         assert_eq!(
             read(format!("migrations/orders/{orders}.sql")),

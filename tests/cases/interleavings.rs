@@ -188,7 +188,7 @@ impl Stage {
         .await;
         // What was not settled comes again; of what was, the broker wants to hear no more.
         for message in &messages {
-            self.nats.settle(message, AckKind::Nak(None)).await.unwrap();
+            self.nats.settle([(&**message, AckKind::Nak(None))]).await.unwrap();
         }
         messages.len()
     }

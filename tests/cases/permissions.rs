@@ -454,9 +454,14 @@ async fn a_wrong_password_and_a_missing_permission_are_told_and_mended_without_a
         .execute(&world.orders)
         .await
         .unwrap();
-    let answer = check_is(&api, "database", "failing").await;
-    let reason = answer.body["failing"]["database"].as_str().unwrap();
-    assert!(reason.contains("password authentication failed for user \"orders\""), "{reason}");
+    eventually("readiness names the password", LIMIT, async || {
+        let answer = api.get("/readyz").await?;
+        let reason = answer.body["failing"]["database"].as_str().unwrap_or_default();
+        ensure!(reason.contains("password authentication failed for user \"orders\""), "{reason}");
+        Ok(())
+    })
+    .await
+    .unwrap();
     let refused = api.place("A-late", AMOUNT).await.unwrap();
     assert_eq!((refused.status, refused.code()), (503, "unavailable"), "{}", refused.body);
     sqlx::query("alter role orders password 'orders'").execute(&world.orders).await.unwrap();

@@ -279,14 +279,14 @@ async fn one_relay_works_at_a_time_and_a_dead_one_is_replaced() {
         relay(&world.orders, &world.nats.url(), 1).await,
         relay(&world.orders, &world.nats.url(), 1).await,
     );
-    for n in 0..3 {
+    for n in 0..25 {
         enqueue(&world.orders, &event(&format!("tx-{n}"), &format!("A-{n}"), AMOUNT)).await;
     }
-    // A full batch: there may be more, so the lease is kept. Then the first one "dies".
-    assert_eq!(first.step().await.unwrap(), Outcome::Worked { published: 1, failed: 0 });
+    // Only full batches: there may be more, so the lease is kept. Then the first one "dies".
+    assert_eq!(first.step().await.unwrap(), Outcome::Worked { published: 10, failed: 0 });
     assert_eq!(second.step().await.unwrap(), Outcome::Standby);
     sqlx::query("update relay_lease set expires_at = now()").execute(&world.orders).await.unwrap();
-    assert_eq!(second.step().await.unwrap(), Outcome::Worked { published: 1, failed: 0 });
+    assert_eq!(second.step().await.unwrap(), Outcome::Worked { published: 10, failed: 0 });
     assert_eq!(first.step().await.unwrap(), Outcome::Standby, "it came back too late");
 }
 

@@ -68,12 +68,11 @@ pub(super) async fn publish(nats: &Nats, stream: &'static str, rows: Vec<Row>) -
 
 /// Returns the event's place in the stream.
 async fn publish_one(nats: &Nats, stream: &'static str, row: &Row) -> Result<u64, PublishError> {
-    let id = row.event_id.to_string();
     // nats-server 2.14.6 remembers message ids over a purge, and then acknowledges a duplicate of
     // what it does not have. The id in capitals is another one to it, and the same to whoever
     // parses it.
-    for message_id in [id.clone(), id.to_uppercase()] {
-        let ack = send(nats, stream, row, message_id).await?;
+    for write in [str::to_owned, str::to_ascii_uppercase] {
+        let ack = send(nats, stream, row, write(&row.event_id.to_string())).await?;
         if !ack.duplicate {
             return Ok(ack.sequence);
         }
