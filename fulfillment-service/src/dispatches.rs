@@ -75,23 +75,20 @@ pub async fn request(
     let amounts: Vec<i64> =
         requests.iter().map(|request| request.payment().amount_minor.get()).collect();
     let inserted = sqlx::query_scalar!(
-        r#"with inserted as (
-               insert into dispatches (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
-                                       currency, event_id, stream_seq, traceparent)
-               select dispatch_id, transaction_id, order_id, customer_id, amount_minor, currency,
-                      event_id, stream_seq, traceparent
-               from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::text[],
-                           $7::uuid[], $8::bigint[], $9::text[])
-                    with ordinality
-                    as request (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
-                                currency, event_id, stream_seq, traceparent, place)
-               -- in one order everywhere, so that two batches with common payments cannot deadlock
-               order by transaction_id, place
-               -- either constraint: one per transaction, one per order
-               on conflict do nothing
-               returning dispatch_id
-           )
-           select coalesce(array_agg(dispatch_id), '{}') as "dispatch_ids!" from inserted"#,
+        r#"insert into dispatches (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
+                                   currency, event_id, stream_seq, traceparent)
+           select dispatch_id, transaction_id, order_id, customer_id, amount_minor, currency,
+                  event_id, stream_seq, traceparent
+           from unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::text[],
+                       $7::uuid[], $8::bigint[], $9::text[])
+                with ordinality
+                as request (dispatch_id, transaction_id, order_id, customer_id, amount_minor,
+                            currency, event_id, stream_seq, traceparent, place)
+           -- in one order everywhere, so that two batches with common payments cannot deadlock
+           order by transaction_id, place
+           -- either constraint: one per transaction, one per order
+           on conflict do nothing
+           returning dispatch_id"#,
         &dispatch_ids,
         &text(|payment| payment.transaction_id.as_str()) as &[&str],
         &text(|payment| payment.order_id.as_str()) as &[&str],
@@ -102,7 +99,7 @@ pub async fn request(
         &stream_seqs,
         &traceparents as &[Option<&str>],
     )
-    .fetch_one(tx)
+    .fetch_all(tx)
     .await?;
     Ok(inserted.into_iter().collect())
 }

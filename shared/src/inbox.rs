@@ -26,20 +26,16 @@ pub async fn claim(
 ) -> sqlx::Result<HashSet<EventId>> {
     let event_ids: Vec<Uuid> = event_ids.into_iter().map(EventId::get).collect();
     let fresh = sqlx::query_scalar!(
-        r#"with claimed as (
-               insert into processed_events (consumer, event_id)
-               select $1, event_id from unnest($2::uuid[]) as delivered (event_id)
-               -- in one order everywhere, so that two batches with common ids cannot deadlock
-               order by event_id
-               on conflict on constraint one_claim_per_event do nothing
-               returning event_id
-           )
-           -- one row with all of them costs both sides less than a row for each
-           select coalesce(array_agg(event_id), '{}') as "event_ids!" from claimed"#,
+        r#"insert into processed_events (consumer, event_id)
+           select $1, event_id from unnest($2::uuid[]) as delivered (event_id)
+           -- in one order everywhere, so that two batches with common ids cannot deadlock
+           order by event_id
+           on conflict on constraint one_claim_per_event do nothing
+           returning event_id"#,
         consumer,
         &event_ids,
     )
-    .fetch_one(tx)
+    .fetch_all(tx)
     .await?;
     Ok(fresh.into_iter().map(EventId::from).collect())
 }
