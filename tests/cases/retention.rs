@@ -109,8 +109,15 @@ async fn a_replay_after_the_inbox_row_is_gone_dispatches_nothing_twice() {
         .execute(&world.fulfillment)
         .await
         .unwrap();
-    let swept = sweep(&retention(&world.fulfillment, Some(30 * DAY))).await;
-    assert_eq!(swept, Some(Swept { outbox: 0, inbox: 1 }));
+    // The service sweeps at its start as well, and may be at it: whichever comes first.
+    let retention = retention(&world.fulfillment, Some(30 * DAY));
+    eventually("the inbox has forgotten it", LIMIT, async || {
+        sweep(&retention).await;
+        anyhow::ensure!(number(&world.fulfillment, PROCESSED).await == 0, "not yet");
+        Ok(())
+    })
+    .await
+    .unwrap();
 
     world.broker.publish(&body, None).await.unwrap();
     eventually("it is new to the inbox", LIMIT, async || {

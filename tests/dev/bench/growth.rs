@@ -66,6 +66,8 @@ async fn grow(side: Side, scale: Scale, show: &Timeline) -> anyhow::Result<Vec<L
                 memory_at_few,
                 Goal::AtMost((memory_at_few + FLAT) / memory_at_few),
             );
+    // Kept, and no longer just handled: what vacuum has not seen yet is read over and over.
+    stage.settle().await?;
     let kept = format!("{few} pending, {} kept", most + many);
     line(kept, drain(side, &stage, &services, few).await?);
     line(format!("{many} pending, as many kept"), drain(side, &stage, &services, many).await?);
