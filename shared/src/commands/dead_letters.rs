@@ -7,6 +7,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Context as _, ensure};
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use clap::Subcommand;
 use futures_util::TryStreamExt as _;
 use serde::Serialize;
@@ -265,15 +266,16 @@ fn show(letter: &Kept, format: Format) {
     let Kept { dead_letter_id, origin, headers, resolution } = letter;
     let text = std::str::from_utf8(&origin.message.payload);
     if format.json {
-        // Not every body is text: then its bytes, as numbers.
-        let body = text.map_or_else(|_| json!(origin.message.payload.to_vec()), |text| json!(text));
+        // Not every body is text.
+        let bytes = text.is_err().then(|| BASE64_STANDARD.encode(&origin.message.payload));
         println!(
             "{}",
             json!({
                 "deadLetterId": dead_letter_id, "consumer": origin.consumer,
                 "stream": origin.stream, "streamSeq": origin.stream_seq,
                 "subject": origin.message.subject.as_str(), "headers": headers,
-                "deliveries": origin.deliveries, "resolution": resolution, "body": body,
+                "deliveries": origin.deliveries, "resolution": resolution,
+                "body": text.ok(), "bodyBase64": bytes,
             })
         );
         return;
