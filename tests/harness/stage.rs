@@ -139,11 +139,13 @@ impl Stage {
         Ok(())
     }
 
-    /// What autovacuum does within a minute, of which some would see the end of it and others not.
+    /// What autovacuum and the checkpointer do within minutes, of which some would see the end and others
+    /// not.
     pub async fn settle(&self) -> anyhow::Result<()> {
         for pool in [&self.world.orders, &self.world.fulfillment] {
             sqlx::query("vacuum analyze").execute(pool).await?;
         }
+        sqlx::query("checkpoint").execute(&self.world.orders).await?;
         Ok(())
     }
 

@@ -34,6 +34,7 @@ pub(super) async fn measure(scale: Scale, show: &Timeline) -> anyhow::Result<Vec
     let pair = rate(confirmed, begun);
 
     let half = pair as u64 / 2;
+    stage.settle().await?;
     let without = under_load(&stage, services[0].plan.port, half, scale).await?;
     drop(services);
     age(&stage, scale.growing[2]).await?;
