@@ -10,7 +10,6 @@ use sqlx::PgPool;
 
 use crate::{
     api::Api,
-    contract::PAYMENT_CONFIRMED,
     find::root,
     outside::{Outside, Reply},
     services::{Kind, Service},
@@ -196,7 +195,7 @@ async fn inbox(stage: &Stage, service: &Service) -> anyhow::Result<Cost> {
     })
     .await?;
     let gate = stage.gate().await?;
-    publish_all(stage.js(), PAYMENT_CONFIRMED, &events("inbox", BACKLOG)).await?;
+    publish_all(stage.js(), &events("inbox", BACKLOG)).await?;
     let meter = Meter::start(stage, service).await?;
     gate.commit().await?;
     stage.acked().await?;

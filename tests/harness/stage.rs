@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::{
     api::Api,
-    contract::PAYMENT_CONFIRMED,
+    contract::{ORDERS, PAYMENT_CONFIRMED},
     services::{Kind, Service},
     wait::eventually,
     world::World,
@@ -35,7 +35,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 const LOOK: Duration = Duration::from_millis(10);
 
 /// An event as orders-service would announce it.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, sqlx::FromRow)]
 pub struct Event {
     pub id: Uuid,
     pub order: String,
@@ -145,7 +145,6 @@ impl Stage {
         for pool in [&self.world.orders, &self.world.fulfillment] {
             sqlx::query("vacuum analyze").execute(pool).await?;
         }
-        sqlx::query("checkpoint").execute(&self.world.orders).await?;
         Ok(())
     }
 
@@ -191,14 +190,10 @@ async fn until(mut look: impl AsyncFnMut() -> anyhow::Result<bool>) -> anyhow::R
     Ok(())
 }
 
-/// Publishes events to a subject, as many at a time as makes it fast.
-pub async fn publish_all(
-    js: &jetstream::Context,
-    subject: &'static str,
-    events: &[Event],
-) -> anyhow::Result<()> {
+/// Publishes events, as many at a time as makes it fast.
+pub async fn publish_all(js: &jetstream::Context, events: &[Event]) -> anyhow::Result<()> {
     stream::iter(events)
-        .map(|event| publish(js, subject, event))
+        .map(|event| publish(js, event))
         .buffer_unordered(IN_FLIGHT)
         .try_for_each(async |_| Ok(()))
         .await
@@ -206,19 +201,16 @@ pub async fn publish_all(
 
 /// Publishes an event with the headers that the relay gives it; returns its place in the stream.
 #[expect(clippy::disallowed_methods, reason = "what the relay is compared with")]
-pub async fn publish(
-    js: &jetstream::Context,
-    subject: &'static str,
-    event: &Event,
-) -> anyhow::Result<u64> {
+pub async fn publish(js: &jetstream::Context, event: &Event) -> anyhow::Result<u64> {
     let mut headers = HeaderMap::new();
     headers.insert("content-type", "application/cloudevents+json");
     headers.insert("traceparent", TRACEPARENT);
     let message = PublishMessage::build()
         .headers(headers)
         .payload(event.body.clone().into())
-        .message_id(event.id.to_string());
-    Ok(js.send_publish(subject, message).await?.await?.sequence)
+        .message_id(event.id.to_string())
+        .expected_stream(ORDERS);
+    Ok(js.send_publish(PAYMENT_CONFIRMED, message).await?.await?.sequence)
 }
 
 /// Events per second.

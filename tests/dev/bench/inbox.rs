@@ -6,7 +6,7 @@ use async_nats::jetstream::{
     consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull},
 };
 use e2e::{
-    contract::{ORDERS, PAYMENT_CONFIRMED},
+    contract::ORDERS,
     services::Kind,
     stage::{ALWAYS, DEFAULT, Event, Stage, events, number, publish_all, rate},
 };
@@ -81,7 +81,7 @@ impl Gate {
     pub(super) async fn closed(stage: &Stage, events: &[Event]) -> anyhow::Result<Self> {
         let there = number(&stage.world.fulfillment, DISPATCHES).await?;
         let lock = stage.gate().await?;
-        publish_all(stage.js(), PAYMENT_CONFIRMED, events).await?;
+        publish_all(stage.js(), events).await?;
         let messages = events.len();
         Ok(Self { lock, messages, dispatches: there + i64::try_from(messages)? })
     }

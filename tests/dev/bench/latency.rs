@@ -6,7 +6,6 @@ use std::{collections::HashMap, slice, sync::Mutex, time::Duration};
 use anyhow::{Context as _, ensure};
 use async_nats::jetstream::consumer::DeliverPolicy;
 use e2e::{
-    contract::PAYMENT_CONFIRMED,
     services::{Kind, Service},
     stage::{ALWAYS, DEFAULT, Stage, events, publish},
 };
@@ -132,7 +131,7 @@ async fn floor(stage: &Stage, count: usize) -> anyhow::Result<Vec<f64>> {
     for event in events("floor", count) {
         let begun = Instant::now();
         stage.fill_outbox(slice::from_ref(&event)).await?;
-        publish(stage.js(), PAYMENT_CONFIRMED, &event).await?;
+        publish(stage.js(), &event).await?;
         messages.next().await.context("nothing was delivered")??;
         insert(&stage.world.fulfillment, slice::from_ref(&event)).await?;
         times.push(begun.elapsed().as_secs_f64() * 1000.0);
