@@ -171,8 +171,10 @@ impl<C: Carrier> Dispatcher<C> {
             return Ok(Outcome::Idle);
         };
         self.health.ok();
-        // There may be more: let another lane look.
-        self.wakers.own.notify_one();
+        if taken.more {
+            // Let another lane look. What is committed from here on wakes one itself.
+            self.wakers.own.notify_one();
+        }
         // Crash point 4a, after taking and before the call: taken again when the lease runs out.
         let answer = self.call(&taken).await;
         // Crash point 4b, after the carrier's answer and before the commit: called again under the

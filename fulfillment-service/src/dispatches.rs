@@ -137,6 +137,8 @@ pub struct Taken {
     pub attempt: i32,
     /// Where the event that caused it stands in the stream.
     pub stream_seq: Option<i64>,
+    /// Whether others were due as well.
+    pub more: bool,
 }
 
 /// Takes the dispatch that has been due for the longest, if there is one.
@@ -160,7 +162,13 @@ pub async fn take(pool: &PgPool, lease: Duration) -> sqlx::Result<Option<Taken>>
                      transaction_id as "transaction_id: TransactionId",
                      customer_id as "customer_id: CustomerId",
                      amount_minor as "amount_minor: AmountMinor", currency as "currency: Currency",
-                     traceparent, attempts, stream_seq"#,
+                     traceparent, attempts, stream_seq,
+                     -- as it was before this statement, in which the taken one is the first
+                     (select true from dispatches
+                      where status = 'requested' and due_at <= now()
+                      order by due_at
+                      offset 1 limit 1) is not null as "more!"
+           "#,
         lease.as_secs_f64(),
     )
     .fetch_optional(pool)
@@ -177,6 +185,7 @@ pub async fn take(pool: &PgPool, lease: Duration) -> sqlx::Result<Option<Taken>>
         },
         attempt: row.attempts,
         stream_seq: row.stream_seq,
+        more: row.more,
     }))
 }
 

@@ -79,8 +79,10 @@ pub enum Outcome {
 /// Why a step is made.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cause {
-    /// Perhaps there is something.
+    /// Perhaps there is something, or something was lost.
     Look,
+    /// There was something a moment ago, perhaps there is more.
+    Again,
     /// Somebody has just committed a row: no need to look.
     Commit,
 }
@@ -121,6 +123,7 @@ impl Relay {
                     self.health.ok();
                     // What was committed meanwhile is seen by the next look.
                     self.wake.notified().now_or_never();
+                    cause = Cause::Again;
                     continue;
                 }
                 Ok(Outcome::Refilled(lost)) => {
@@ -196,7 +199,10 @@ impl Relay {
         // Looking first, without the lease, is what lets replicas hand over without a poll: a
         // relay that finds the lease taken may go to sleep, because its holder looks once more
         // after giving it back. It also keeps an idle relay from writing.
-        if cause == Cause::Look && outbox::pending(&self.pool, 0, 1).await?.is_empty() {
+        if cause != Cause::Commit && outbox::pending(&self.pool, 0, 1).await?.is_empty() {
+            if cause == Cause::Again {
+                return Ok(Outcome::Idle);
+            }
             // What a broker has lost may be waited for, even if nothing new ever happens.
             match self.has_lost().await? {
                 Ok(false) => return Ok(Outcome::Idle),
