@@ -60,8 +60,9 @@ pub fn pool(DatabaseUrl(options): DatabaseUrl, max_connections: u32, name: &str)
         // "Ack after commit" means that what was committed survives a crash of the server. With
         // `off`, as a server may be configured, its last commits before a crash never were.
         ("synchronous_commit", "on"),
-        // The queries are written for one plan, whatever their parameters. Left to itself the server weighs
-        // another one for each call, and for some that took longer than running it.
+        // The queries are written for one plan, whatever their parameters. Left to itself, PostgreSQL plans
+        // some for each call, because a batch of one looks cheaper than one of any size, and that takes
+        // longer than running them.
         ("plan_cache_mode", "force_generic_plan"),
         // Nothing here takes long. What does, holds locks that others wait for.
         ("statement_timeout", "30s"),

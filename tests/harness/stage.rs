@@ -145,6 +145,7 @@ impl Stage {
         for pool in [&self.world.orders, &self.world.fulfillment] {
             sqlx::query("vacuum analyze").execute(pool).await?;
         }
+        sqlx::query("checkpoint").execute(&self.world.orders).await?;
         Ok(())
     }
 

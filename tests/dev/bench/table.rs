@@ -105,7 +105,10 @@ impl Table {
                 let ratio = median(rounds.iter().map(|line| line.ours / theirs(line)));
                 let (goal, reached) = match goal {
                     Goal::AtLeast(bound) => (Some(format!(">= {bound}")), Some(ratio >= *bound)),
-                    Goal::AtMost(bound) => (Some(format!("<= {bound}")), Some(ratio <= *bound)),
+                    Goal::AtMost(bound) => (
+                        Some(format!("<= {}", (bound * 100.0).round() / 100.0)),
+                        Some(ratio <= *bound),
+                    ),
                     Goal::None => (None, None),
                 };
                 rows.push(Row {
