@@ -40,7 +40,9 @@ async fn a_statement_is_planned_once_per_connection_and_not_for_each_payment() {
     let service = stage.service(Kind::Orders).await.unwrap();
     let api = Api::new(service.url());
     // With statistics of tables in use, a batch of one looks cheaper than one of any size.
-    pay(&api, "before", 200).await;
+    for n in 0..200 {
+        pay(&api, &format!("before-{n}")).await;
+    }
     stage.settle().await.unwrap();
     let pool = &stage.world.orders;
     for prepare in [
@@ -58,8 +60,11 @@ async fn a_statement_is_planned_once_per_connection_and_not_for_each_payment() {
     })
     .await
     .unwrap();
-    pay(&api, "counted", 400).await;
-    stage.drained().await.unwrap();
+    for n in 0..200 {
+        pay(&api, &format!("counted-{n}")).await;
+        // Each is a batch of its own.
+        stage.drained().await.unwrap();
+    }
     let often: Vec<(String, i64, i64)> = sqlx::query_as(
         "select query, calls, plans from pg_stat_statements
          where userid = (select oid from pg_roles where rolname = current_database()) and calls >= 100
@@ -75,11 +80,8 @@ async fn a_statement_is_planned_once_per_connection_and_not_for_each_payment() {
     stage.world.close().await.unwrap();
 }
 
-async fn pay(api: &Api, prefix: &str, count: usize) {
-    for n in 0..count {
-        let order = format!("{prefix}-{n}");
-        api.place(&order, 1999).await.unwrap();
-        let answer = api.confirm(&format!("tx-{order}"), &order, 1999).await.unwrap();
-        assert_eq!(answer.status, 201, "{}", answer.body);
-    }
+async fn pay(api: &Api, order: &str) {
+    api.place(order, 1999).await.unwrap();
+    let answer = api.confirm(&format!("tx-{order}"), order, 1999).await.unwrap();
+    assert_eq!(answer.status, 201, "{}", answer.body);
 }
